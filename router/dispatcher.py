@@ -322,18 +322,8 @@ class Dispatcher:
                 self.requests.feed(active, GiveUp(self._shutting_down()))
 
     async def _validated(self, raw: GenerateRequest) -> ValidRequest:
-        codec = self._codec
-        check = partial(
-            validate,
-            raw,
-            self._card(),
-            None if codec is None else codec.encode,
-            self._rng,
-            encode_part=None if codec is None else codec.encode_rendered,
-            max_prompt_embeds=self._limits.prompt_embeds_bytes,
-            image_rules=self._image_rules,
-            context_of=None if codec is None else codec.context_of,
-        )
+        most_bytes, rules = self._limits.prompt_embeds_bytes, self._image_rules
+        check = partial(validate, raw, self._card(), self._codec, self._rng, most_bytes, rules)
         # The ids of a vector's input are only compared with bounds. A call has up to 2,048 inputs: were each long one
         # checked in a thread, there would be more of them than the threads of a tenant take.
         is_vector = raw.pooling is not None and not isinstance(raw.prompt, str)

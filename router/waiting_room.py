@@ -291,7 +291,12 @@ class WaitingRoom:
         now, request = self._timers.monotonic(), active.request
         waited_s = now - active.started
         return self._placer.choose(
-            *(candidates, request, place.exclude, place.attempt, waited_s, now),
+            candidates,
+            request,
+            place.exclude,
+            place.attempt,
+            waited_s,
+            now,
             with_room=with_room,
             origin=place.origin,
         )

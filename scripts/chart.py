@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from generated_parts import keep
 
 from baton.cli.cluster.emit.helm import FLAGS_OF_THE_CHART
 from baton.config import MODELS
@@ -54,14 +55,7 @@ def main() -> int:
     """Writes both files; with `--check` compares them and returns 1 if one is out of date."""
     schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
     rendered = {"values.schema.json": with_flags(schema), "README.md": README + values_table()}
-    for name, text in rendered.items():
-        file = CHART / name
-        if "--check" not in sys.argv[1:]:
-            file.write_text(text, encoding="utf-8")
-        elif not file.exists() or file.read_text(encoding="utf-8") != text:
-            print(f"scripts/chart: deploy/helm/baton/{name} is out of date; run scripts/chart", file=sys.stderr)
-            return 1
-    return 0
+    return max(keep(CHART / name, text, only_compare="--check" in sys.argv[1:]) for name, text in rendered.items())
 
 
 def with_flags(schema: dict[str, Any]) -> str:
@@ -93,7 +87,7 @@ def _value_schema(setting: Setting, field: dict[str, Any]) -> dict[str, Any]:
     if setting.value_name == "SIZE":
         return {"type": ["integer", "string"], "minimum": 0, "pattern": _SIZE_TEXT}
     # A setting that may be absent is a choice of its type and null.
-    kind = next((each for each in field.get("anyOf", ()) if each["type"] != "null"), field)
+    kind = next((option for option in field.get("anyOf", ()) if option["type"] != "null"), field)
     if "enum" in kind:
         return {"enum": kind["enum"]}
     if kind["type"] == "string":
@@ -109,7 +103,7 @@ def compact(value: Any, depth: int, used: int = 0) -> str:
     if not isinstance(value, dict) or (depth > 0 and 2 * depth + used + len(line) <= _COLUMNS):
         return line
     inner = "  " * (depth + 1)
-    items = [f"{inner}{json.dumps(key)}: {compact(each, depth + 1, len(key) + 5)}" for key, each in value.items()]
+    items = [f"{inner}{json.dumps(key)}: {compact(member, depth + 1, len(key) + 5)}" for key, member in value.items()]
     return "{\n" + ",\n".join(items) + "\n" + "  " * depth + "}"
 
 
@@ -130,12 +124,12 @@ def values_table() -> str:
 def _rows(node: Any, lines: list[str], path: str = "") -> Iterator[tuple[str, str, str]]:
     """Path, default and comment of each value. A mapping in block style is a group of values, except resources."""
     for key, value in node.value:
-        place = f"{path}.{key.value}" if path else key.value
+        key_path = f"{path}.{key.value}" if path else key.value
         if isinstance(value, yaml.MappingNode) and not value.flow_style and key.value != "resources":
-            yield from _rows(value, lines, place)
+            yield from _rows(value, lines, key_path)
         else:
             default = json.dumps(yaml.safe_load(yaml.serialize(value)))
-            yield place, "" if default == '""' else f"`{default}`", _comment_above(key.start_mark.line, lines)
+            yield key_path, "" if default == '""' else f"`{default}`", _comment_above(key.start_mark.line, lines)
 
 
 def _comment_above(number: int, lines: list[str]) -> str:

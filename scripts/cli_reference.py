@@ -9,6 +9,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from generated_parts import keep
+
 from baton import errors
 from baton.cli.main import command_tree
 from baton.errors import BatonError, TransferCause, TransferFailed
@@ -83,11 +85,11 @@ def error_rows() -> Iterator[tuple[str, ...]]:
 
 def render() -> str:
     """The page: the options that many commands have, the commands by their names, and the errors."""
-    found = dict(sorted(commands(command_tree())))
-    rows = {name: rows_of(command) for name, command in found.items()}
-    count = Counter(row for name in found if name not in SETTINGS for row in rows[name])
+    by_name = dict(sorted(commands(command_tree())))
+    rows = {name: rows_of(command) for name, command in by_name.items()}
+    count = Counter(row for name in by_name if name not in SETTINGS for row in rows[name])
     shared = [row for row, times in count.items() if times >= SHARED_BY and not row[0].startswith("-o")]
-    sections = (section(name, command, rows[name], shared) for name, command in found.items())
+    sections = (section(name, command, rows[name], shared) for name, command in by_name.items())
     heads = ("error", "gRPC status", "HTTP status, code or type", "exit code", "retryable", "meaning")
     return HEAD + table(HEAD_OF_OPTIONS, shared) + "".join(sections) + ABOUT_ERRORS + table(heads, error_rows())
 
@@ -108,13 +110,7 @@ def section(name: str, command: Any, rows: Sequence[Row], shared: Sequence[Row])
 
 def main() -> int:
     """Writes the page; with `--check` compares it and returns 1 if it is out of date."""
-    page = render()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page, encoding="utf-8")
-    elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page:
-        print("scripts/cli_reference: docs/cli-reference.md is out of date; run scripts/cli_reference", file=sys.stderr)
-        return 1
-    return 0
+    return keep(PAGE, render(), only_compare="--check" in sys.argv[1:])
 
 
 if __name__ == "__main__":

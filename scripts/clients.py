@@ -177,17 +177,17 @@ def _call(command: Sequence[str], folder: Path) -> None:
 def _cluster(model: str) -> Iterator[Served]:
     """A cluster of one pair of nodes on free ports, until the block ends."""
     with tempfile.TemporaryDirectory(prefix="baton-clients-") as folder:
-        found = find_model(Path(model), os.environ)
+        resolved = find_model(Path(model), os.environ)
         baton = [sys.executable, "-P", "-m", "baton.cli.main"]
         here = ["--run-dir", f"{folder}/run"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         ports = ["--grpc-port", "0", "--http-port", "0"]
         _note(f"starting a cluster with the model {model}")
         try:
-            served = ["--model", str(found.directory), "--model-name", found.name]
+            served = ["--model", str(resolved.directory), "--model-name", resolved.name]
             subprocess.run([*baton, "up", "--detach", *served, *ports, *here], env=environment, check=True)
             state = json.loads(Path(folder, "run", "cluster.json").read_text())
-            yield Served(f"http://{state['http_address']}", found.name, str(found.directory.resolve()))
+            yield Served(f"http://{state['http_address']}", resolved.name, str(resolved.directory.resolve()))
         finally:
             subprocess.run([*baton, "down", *here], env=environment, check=False)
 

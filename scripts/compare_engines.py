@@ -92,13 +92,13 @@ class Figures:
         """The engine's name and that of its weights."""
         return f"{self.engine.title} {self.weights}".strip()
 
-    def add_round(self, one: Mapping[str, Any]) -> None:
+    def add_round(self, figures: Mapping[str, Any]) -> None:
         """Adds the measurements of one round."""
-        self.version, self.settings = one["version"], one["settings"]
-        self.prefill_s += one["prefill_s"]
-        for batch, seconds in one["decode_s"].items():
+        self.version, self.settings = figures["version"], figures["settings"]
+        self.prefill_s += figures["prefill_s"]
+        for batch, seconds in figures["decode_s"].items():
             self.decode_s.setdefault(batch, []).extend(seconds)
-        for batch, floor in one.get("floor_s", {}).items():
+        for batch, floor in figures.get("floor_s", {}).items():
             self.floor_s.setdefault(batch, []).append(floor)
 
 
@@ -286,15 +286,15 @@ def _print_table(report: Mapping[str, Any]) -> None:
         "[tenth, ninetieth percentile]\n"
     )
     rows = [["ENGINE", "WEIGHTS", "VERSION", "PREFILL", *(f"DECODE x {batch}" for batch in BATCHES)]]
-    for form in dict.fromkeys(one["format"] for one in report["engines"]):
-        engines = [one for one in report["engines"] if one["format"] == form]
-        for one in engines:
-            if "failed" in one:
-                rows.append([one["engine"], one["weights"], one["failed"], "", "", "", ""])
+    for form in dict.fromkeys(engine["format"] for engine in report["engines"]):
+        engines = [engine for engine in report["engines"] if engine["format"] == form]
+        for engine in engines:
+            if "failed" in engine:
+                rows.append([engine["engine"], engine["weights"], engine["failed"], "", "", "", ""])
             else:
-                cells = [_cell(cell) for cell in (one["prefill"], *one["decode"])]
-                rows.append([one["engine"], one["weights"], one["version"][:12], *cells])
-        rows += _comparisons([one for one in engines if "failed" not in one])
+                cells = [_cell(cell) for cell in (engine["prefill"], *engine["decode"])]
+                rows.append([engine["engine"], engine["weights"], engine["version"][:12], *cells])
+        rows += _comparisons([engine for engine in engines if "failed" not in engine])
         rows.append([""] * len(rows[0]))
     widths = [max(len(row[column]) for row in rows if row[3] or column < 2) for column in range(len(rows[0]))]
     for row in rows[:-1]:
@@ -304,16 +304,16 @@ def _print_table(report: Mapping[str, Any]) -> None:
 def _comparisons(engines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Baton's steps against the floor, and its rates against the best of the others with the same format."""
     rows = []
-    ours = next((one for one in engines if one["engine"] == ENGINES[0].title), None)
+    ours = next((engine for engine in engines if engine["engine"] == ENGINES[0].title), None)
     if ours is None:
         return []
-    if all("step_per_floor" in one for one in ours["decode"]):
-        rows.append(["", "", "step / floor", "-", *(f"{one['step_per_floor']:.2f}" for one in ours["decode"])])
-    others = [one for one in engines if one is not ours]
+    if all("step_per_floor" in batch for batch in ours["decode"]):
+        rows.append(["", "", "step / floor", "-", *(f"{batch['step_per_floor']:.2f}" for batch in ours["decode"])])
+    others = [engine for engine in engines if engine is not ours]
     if others:
         cells = []
         for index, own in enumerate((ours["prefill"], *ours["decode"])):
-            best = max([one["prefill"], *one["decode"]][index]["tokens_per_s"] for one in others)
+            best = max([engine["prefill"], *engine["decode"]][index]["tokens_per_s"] for engine in others)
             cells.append(f"{own['tokens_per_s'] / best:.2f}")
         rows.append(["", "", "Baton / best", *cells])
     return rows

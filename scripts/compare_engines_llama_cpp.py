@@ -138,7 +138,7 @@ class _Run:
     def prefill(self, sequence: int, prompt: list[int]) -> float:
         """Computes one prompt and its first token; returns the seconds. Sequences must be given in order."""
         started = time.perf_counter()
-        self._decode([(token, place, sequence) for place, token in enumerate(prompt)], last_only=True)
+        self._decode([(token, position, sequence) for position, token in enumerate(prompt)], last_only=True)
         self._tokens.append(self._best(len(prompt) - 1))
         seconds = time.perf_counter() - started
         self._lengths.append(len(prompt))

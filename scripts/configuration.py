@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from generated_parts import keep
+
 from baton.config import MODELS
 from baton.config.setting import Setting, settings_of
 
@@ -61,13 +63,7 @@ COLUMNS = ("setting", "flag", "environment variable", "value", "default", "what 
 
 def main() -> int:
     """Writes the page; with `--check` compares it and returns 1 if it is out of date."""
-    page = render()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page, encoding="utf-8")
-    elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page:
-        print("scripts/configuration: docs/configuration.md is out of date; run scripts/configuration", file=sys.stderr)
-        return 1
-    return 0
+    return keep(PAGE, render(), only_compare="--check" in sys.argv[1:])
 
 
 def render() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from generated_parts import names_in, rendered
+from generated_parts import keep, names_in, rendered
 
 from baton.cli.cluster.supervisor.child import CHILD_TABLE, ChildState
 from baton.engine.request import ENDS_OF_ALL, REQUEST_TABLE, RequestStatus
@@ -52,12 +52,7 @@ def main() -> int:
         )
         return 1
     after = rendered(before, "diagram", {name: f"```mermaid\n{text}\n```\n" for name, text in DIAGRAMS.items()})
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(after, encoding="utf-8")
-    elif after != before:
-        print("scripts/diagrams: docs/states.md is out of date; run scripts/diagrams", file=sys.stderr)
-        return 1
-    return 0
+    return keep(PAGE, after, only_compare="--check" in sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -59,12 +59,12 @@ def main() -> None:
         spec = TorchSpec(directory, dtype=args.dtype, cache_bytes=_CACHE_BYTES, num_threads=1)
         engine = make_engine(load(spec))
         up = [str(_BATON), "up", "--model", str(directory), "--dtype", args.dtype, "--prefill", "0", "--decode", "1"]
-        place = ["--run-dir", f"{scratch}/run", "--grpc-port", "0", "--http-port", str(args.http_port)]
-        subprocess.run([*up, *place, "--threads", "1", "--detach"], check=True, stdout=subprocess.DEVNULL)
+        flags = ["--run-dir", f"{scratch}/run", "--grpc-port", "0", "--http-port", str(args.http_port)]
+        subprocess.run([*up, *flags, "--threads", "1", "--detach"], check=True, stdout=subprocess.DEVNULL)
         try:
             measure(engine, args)
         finally:
-            subprocess.run([str(_BATON), "down", *place[:2]], check=False, stdout=subprocess.DEVNULL)
+            subprocess.run([str(_BATON), "down", *flags[:2]], check=False, stdout=subprocess.DEVNULL)
 
 
 def measure(engine: tuple[EngineCore, ModelRunner], args: argparse.Namespace) -> None:

@@ -78,8 +78,8 @@ def main() -> None:
 def _compare_stages(directory: Path, alone: TorchModelRunner, count: int) -> None:
     """What it takes that stages hand rows on: all are on one GPU, so that they compute no faster than one process."""
 
-    def start_here(model_dir: Path, count: int, num_threads: int, where: torch.device) -> StageLeader:
-        return start_on([str(where)] * (count - 1), model_dir, num_threads)
+    def start_here(spec: TorchSpec, where: torch.device) -> StageLeader:
+        return start_on([str(where)] * (count - 1), spec)
 
     divided = load_runner(
         TorchSpec(directory, dtype="bfloat16", num_blocks=NUM_BLOCKS, device="cuda", pipeline_parallel=count),

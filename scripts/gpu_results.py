@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from generated_parts import names_in, rendered
+from generated_parts import keep, names_in, rendered
 from gpu.results import Line, read_lines
 from gpu.tables import render_card
 
@@ -38,13 +38,7 @@ def main(argv: Sequence[str]) -> int:
     except UnusableResults as error:
         print(f"scripts/gpu_results: {error}", file=sys.stderr)
         return 1
-    after = rendered(before, KIND, {NAME: text})
-    if not options.check:
-        options.page.write_text(after, encoding="utf-8")
-    elif after != before:
-        print(f"scripts/gpu_results: {options.page.name} is out of date; run scripts/gpu_results", file=sys.stderr)
-        return 1
-    return 0
+    return keep(options.page, rendered(before, KIND, {NAME: text}), only_compare=options.check)
 
 
 def render_results(folder: Path) -> str:

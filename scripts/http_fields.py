@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from generated_parts import keep
+
 import router.http.app  # noqa: F401  all bodies are defined then
 from router.http.bodies.fields import Strict, Treatment
 
@@ -15,15 +17,10 @@ COLUMNS = ("object", *(treatment.value for treatment in Treatment))
 
 
 def main(arguments: list[str]) -> int:
-    page = PAGE.read_text(encoding="utf-8")
-    head, begin, rest = page.partition(BEGIN)
+    """Writes the page; with `--check` compares it and returns 1 if it is out of date."""
+    head, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     rendered = head + begin + table() + END + rest.partition(END)[2]
-    if "--check" not in arguments:
-        PAGE.write_text(rendered, encoding="utf-8")
-    elif page != rendered:
-        print("scripts/http_fields: docs/http.md is out of date; run scripts/http_fields", file=sys.stderr)
-        return 1
-    return 0
+    return keep(PAGE, rendered, only_compare="--check" in arguments)
 
 
 def table() -> str:

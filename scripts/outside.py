@@ -22,15 +22,15 @@ from tests.support.outside import difference, write
 def main(arguments: list[str]) -> int:
     """Writes the files; with `--check` compares them and returns 1 after printing how they differ."""
     os.environ["COLUMNS"] = "80"
-    found = {
+    files = {
         "openapi.json": json.dumps(description(), indent=1, sort_keys=True, ensure_ascii=False) + "\n",
         "help.txt": "\n".join(helps(command_tree())),
     }
     if "--check" not in arguments:
-        for name, text in found.items():
+        for name, text in files.items():
             write(name, text)
         return 0
-    changed = "".join(difference(name, text) for name, text in found.items())
+    changed = "".join(difference(name, text) for name, text in files.items())
     if changed:
         print(f"{changed}scripts/outside: users see a change; if it is meant, run scripts/outside", file=sys.stderr)
     return 1 if changed else 0

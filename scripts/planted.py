@@ -168,15 +168,15 @@ def build_kernels(copy: Path) -> None:
 
 def noticed(copy: Path, fault: Fault, texts: dict[Path, str]) -> str:
     """Plant one fault, run its tests, and take it out again. Returns the first test that failed; empty if none did."""
-    place = place_of(fault, texts)
-    is_kernel = place.is_relative_to(KERNELS / "csrc")
+    file = place_of(fault, texts)
+    is_kernel = file.is_relative_to(KERNELS / "csrc")
     try:
-        (copy / place).write_text(texts[place].replace(fault.old, fault.new))
+        (copy / file).write_text(texts[file].replace(fault.old, fault.new))
         if is_kernel:
             build_kernels(copy)
         status, output = run_tests(copy, fault.tests, "-x")
     finally:
-        (copy / place).write_text(texts[place])
+        (copy / file).write_text(texts[file])
         if is_kernel:
             for library in (ROOT / KERNELS).glob("*.so"):
                 shutil.copy2(library, copy / KERNELS)
@@ -215,15 +215,15 @@ def _run(faults: Sequence[Fault], texts: dict[Path, str]) -> int:
         for fault in faults:
             began = time.monotonic()
             try:
-                found = noticed(copy, fault, texts)
+                tests = noticed(copy, fault, texts)
                 took = time.monotonic() - began
                 print(
-                    f"noticed {took:6.1f} s  {fault.name}: {found}" if found else f"MISSED   {fault.name}", flush=True
+                    f"noticed {took:6.1f} s  {fault.name}: {tests}" if tests else f"MISSED   {fault.name}", flush=True
                 )
             except Unusable as error:
-                found = ""
+                tests = ""
                 print(f"UNUSABLE {error}", flush=True)
-            if not found:
+            if not tests:
                 missed.append(fault.name)
     print(f"{len(faults) - len(missed)} of {len(faults)} faults were noticed")
     return int(bool(missed))

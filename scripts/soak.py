@@ -34,8 +34,8 @@ from statistics import median
 from soak_cluster import CLUSTERS, START_S, Cluster, Sample, started_cluster
 from soak_judge import COUNTS, Line, Reading, judge, lives_of, minimum_counts
 from soak_load import ClientResults, SoakLoad, Tenant, summary
-from soak_plot import Panel, render_svg
 
+from baton.bench.report.panels import Panel, TimeAxis, draw_panels
 from baton.bench.results.host import processor, usable_cores
 from baton.security.keys import new_key, write_keys
 from baton.security.matrix import CallerRole
@@ -46,6 +46,8 @@ CYCLES = 6
 """Smallest number of cycles in a short run, if they are not shorter than SHORT_CYCLE_S then."""
 KILL_AT = (0.1, 0.4)
 """A process is killed at a random time between these shares of a cycle."""
+_LEAST_SPAN = 0.1
+"""The axis of a plot covers at least this share of the largest value."""
 QUIET_S = 22.0
 """Length of the quiet phase at the end of a cycle: enough for orphans' grace and two runs of the collectors."""
 READINGS = 3
@@ -183,14 +185,14 @@ class Soak:
         self.samples += several[-1]
         keys = {cluster.name: await asyncio.to_thread(cluster.keys) for cluster in self._clusters}
         for sample in several[-1]:
-            place = sample.cluster, sample.process
-            same = [one for samples in several for one in samples if (one.cluster, one.process) == place]
-            counts = minimum_counts([_counts(one) for one in same])
+            key = sample.cluster, sample.process
+            same = [sample for samples in several for sample in samples if (sample.cluster, sample.process) == key]
+            counts = minimum_counts([_counts(sample) for sample in same])
             if sample.process == "redis":
                 counts |= keys[sample.cluster]
-            memory = sorted(one.resident for one in same)[len(same) // 2]
+            memory = sorted(sample.resident for sample in same)[len(same) // 2]
             reading = Reading(sample.at_s, sample.pid, memory, counts)
-            self.readings.setdefault(place, []).append(reading)
+            self.readings.setdefault(key, []).append(reading)
 
     def _print_progress(self) -> None:
         line = "; ".join(summary(self.results))
@@ -199,19 +201,19 @@ class Soak:
     def lines(self) -> list[Line]:
         """The judged figures of processes, then of answers and restarts."""
         options = self._options
-        found = []
+        report = []
         for (cluster, process), readings in self.readings.items():
-            found += judge(f"{cluster} {process}", readings, options.warm_up_s, options.growth, RESTARTED_GROWTH)
+            report += judge(f"{cluster} {process}", readings, options.warm_up_s, options.growth, RESTARTED_GROWTH)
         for name, load in self._loads.items():
             results = load.results
             for what, many in (("lost answers", results.lost), ("wrong answers", results.wrong)):
-                found.append(Line(f"{name} clients", what, 0, len(many), 0.0, f"of {results.ended.total()}"))
+                report.append(Line(f"{name} clients", what, 0, len(many), 0.0, f"of {results.ended.total()}"))
         num_missing = sum(map(math.isinf, self.recoveries))
         back = [seconds for seconds in self.recoveries if seconds < math.inf]
         usually, longest = median(back or [0]), max(back, default=0)
         basis = f"of {len(self.recoveries)} kills; the others were back after {usually:.0f} s, {longest:.0f} s at most"
-        found.append(Line("killed processes", "not back", 0, num_missing, 0.0, basis))
-        return found
+        report.append(Line("killed processes", "not back", 0, num_missing, 0.0, basis))
+        return report
 
 
 def _counts(sample: Sample) -> dict[str, int]:
@@ -301,7 +303,7 @@ def _write(soak: Soak, options: Options, lines: Sequence[Line], tracebacks: Sequ
         "kills": soak.kills,
         "lines": [{**asdict(line), "growth": line.growth, "verdict": line.verdict} for line in lines],
         "clients": {name: results.to_json() for name, results in soak.results.items()},
-        "readings": {" ".join(place): [asdict(one) for one in many] for place, many in soak.readings.items()},
+        "readings": {" ".join(key): [asdict(reading) for reading in many] for key, many in soak.readings.items()},
         "complaints": list(tracebacks),
     }
     (options.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -312,20 +314,26 @@ def _write(soak: Soak, options: Options, lines: Sequence[Line], tracebacks: Sequ
         title = f"{process}: {line.growth:+.2%}" if line.is_judged else process
         columns.setdefault(f"{cluster} model", []).append(_panel(soak, cluster, process, title, readings))
     title = f"Memory of every process over {options.minutes:g} minutes, {len(soak.kills)} kills"
-    svg = render_svg(title, columns, max(1.0, soak.duration_s), options.warm_up_s)
-    (options.out / "memory.svg").write_text(svg)
+    end_s = max(1.0, soak.duration_s)
+    labels = {end_s * share: f"{end_s * share / 60:.2g}" for share in (0.0, 0.25, 0.5, 0.75, 1.0)}
+    time_axis = TimeAxis(0.0, end_s, labels, (0.0, options.warm_up_s), width=460, height=120)
+    legend = "resident MiB over minutes; dots: readings in quiet moments; red: the process was killed; grey: warm-up"
+    (options.out / "memory.svg").write_text(draw_panels(title, columns, time_axis, legend))
 
 
 def _panel(soak: Soak, cluster: str, process: str, title: str, readings: Sequence[Reading]) -> Panel:
     own = [sample for sample in soak.samples if (sample.cluster, sample.process) == (cluster, process)]
     own.sort(key=lambda sample: sample.at_s)
     runs = lives_of([Reading(sample.at_s, sample.pid, sample.resident) for sample in own])
-    return Panel(
-        title,
-        [[(reading.at_s, float(reading.memory)) for reading in run] for run in runs],
-        [(reading.at_s, float(reading.memory)) for reading in readings],
-        [at_s for at_s, of, name in soak.kills if (of, name) == (cluster, process)],
-    )
+    lines = [[(reading.at_s, float(reading.memory)) for reading in run] for run in runs]
+    dots = [(reading.at_s, float(reading.memory)) for reading in readings]
+    highest = max((memory for line in lines for _, memory in line), default=1.0)
+    # The axis contains all quiet readings, and so much that noise does not look like growth; the steep rise of a start
+    # is clipped.
+    low = min([highest * (1 - _LEAST_SPAN), *(memory for _, memory in dots)])
+    kills = [at_s for at_s, of, name in soak.kills if (of, name) == (cluster, process)]
+    high = highest + (highest - low) * 0.08
+    return Panel(title, low, high, lambda value: f"{value / (1 << 20):.1f}", lines, dots, moments=kills)
 
 
 def _options(argv: Sequence[str]) -> Options:
@@ -342,12 +350,12 @@ def _options(argv: Sequence[str]) -> Options:
     parser.add_argument(
         "--cluster", choices=CLUSTERS, action="append", help="run only the cluster of this model (default: both)"
     )
-    found = parser.parse_args(argv)
-    if found.minutes * 60 < 2 * SHORT_CYCLE_S:
+    options = parser.parse_args(argv)
+    if options.minutes * 60 < 2 * SHORT_CYCLE_S:
         parser.error(f"--minutes must be at least {2 * SHORT_CYCLE_S / 60:.2g}: a cycle takes {SHORT_CYCLE_S:g} s")
     return replace(
-        Options(found.minutes, found.out.resolve(), found.seed, found.metrics_port, ()),
-        clusters=tuple(found.cluster or CLUSTERS),
+        Options(options.minutes, options.out.resolve(), options.seed, options.metrics_port, ()),
+        clusters=tuple(options.cluster or CLUSTERS),
     )
 
 

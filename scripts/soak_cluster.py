@@ -123,22 +123,22 @@ class Cluster:
 
     def keys(self) -> dict[str, int]:
         """The number of Redis keys by kind. Records of ended requests expire soon and are not counted."""
-        found = {"keys of members and desired state": 0, "keys of running requests": 0}
+        counts = {"keys of members and desired state": 0, "keys of running requests": 0}
         for key in self._redis.scan_iter(count=1000):
             kind = key.split(b":")[2] if key.count(b":") >= 2 else b""
             if kind != b"flight":
-                found["keys of members and desired state"] += 1
+                counts["keys of members and desired state"] += 1
             elif self._redis.ttl(key) > ENDED_S:
-                found["keys of running requests"] += 1
-        return found
+                counts["keys of running requests"] += 1
+        return counts
 
     def tracebacks(self) -> list[str]:
         """The first line with a traceback of each log."""
-        found = []
+        traces = []
         for log in sorted(self._run_dir.logs.glob("*.log*")):
             bad = [line for line in log.read_text(errors="replace").splitlines() if "Traceback" in line]
-            found += [f"{self.name}, {log.name}: {bad[0][:500]}"] if bad else []
-        return found
+            traces += [f"{self.name}, {log.name}: {bad[0][:500]}"] if bad else []
+        return traces
 
 
 @contextmanager

@@ -141,13 +141,13 @@ class SoakLoad:
         )
         weights = [weight for _, weight, _ in kinds]
         while not self._over.is_set():
-            (kind, _, send), place = rng.choices(kinds, weights)[0], rng.randrange(len(self._requests))
+            (kind, _, send), router = rng.choices(kinds, weights)[0], rng.randrange(len(self._requests))
             tenant = rng.choice(self._tenants)
             salt = f"{rng.getrandbits(64):x}" if rng.random() < OWN_SALT_SHARE else ""
-            request = replace(self._requests[place], request_id=new_request_id(rng), cache_salt=salt)
+            request = replace(self._requests[router], request_id=new_request_id(rng), cache_salt=salt)
             try:
                 async with asyncio.timeout(ANSWER_S):
-                    await self._send_until_reached(partial(send, tenant, request, self._expected[place], rng))
+                    await self._send_until_reached(partial(send, tenant, request, self._expected[router], rng))
                 self.results.ended[kind] += 1
             except QuotaExceeded as error:
                 self._count_refusal(tenant, f"{kind}, {request.request_id}: {error}")
@@ -189,7 +189,7 @@ class SoakLoad:
         """Sends several requests at once; with a quota some of them are refused, and the others served."""
         several = [replace(request, request_id=new_request_id(rng)) for _ in range(AT_ONCE)]
         outcomes = await asyncio.gather(
-            *(self._whole(tenant, one, expected, rng) for one in several), return_exceptions=True
+            *(self._whole(tenant, request, expected, rng) for request in several), return_exceptions=True
         )
         for error in outcomes:
             if isinstance(error, BaseException):
@@ -261,13 +261,13 @@ class SoakLoad:
         `limit`: close the connection after this many events.
         """
         loop = asyncio.get_running_loop()
-        place = rng.randrange(len(self._routers.http))
+        router = rng.randrange(len(self._routers.http))
         stream = _HttpStream(tenant, request)
         lost_at: float | None = None
         while True:
             num_events = stream.num_events
             try:
-                await stream.read(self._routers.http[place], limit, pause_s)
+                await stream.read(self._routers.http[router], limit, pause_s)
                 return stream.token_ids
             except (OSError, asyncio.IncompleteReadError, _TryAgain) as error:
                 if lost_at is None or stream.num_events > num_events:
@@ -275,7 +275,7 @@ class SoakLoad:
                 if loop.time() - lost_at > RETRY_S:
                     raise BatonError(f"no router continues the stream: {type(error).__name__}: {error}") from error
             self.results.retried += 1
-            place = (place + 1) % len(self._routers.http)
+            router = (router + 1) % len(self._routers.http)
             await asyncio.sleep(_RETRY_PAUSE_S)
 
 
@@ -407,10 +407,10 @@ async def _body(reader: asyncio.StreamReader) -> bytes:
 def summary(results: Mapping[str, ClientResults]) -> list[str]:
     """One printed line for each cluster."""
     lines = []
-    for name, one in results.items():
-        kinds = ", ".join(f"{number} {kind}" for kind, number in one.ended.most_common())
+    for name, result in results.items():
+        kinds = ", ".join(f"{number} {kind}" for kind, number in result.ended.most_common())
         lines.append(
-            f"{name}: {one.ended.total()} requests ({kinds}), {one.tokens} tokens, {one.retried} retries, "
-            f"{len(one.lost)} lost, {len(one.wrong)} wrong"
+            f"{name}: {result.ended.total()} requests ({kinds}), {result.tokens} tokens, {result.retried} retries, "
+            f"{len(result.lost)} lost, {len(result.wrong)} wrong"
         )
     return lines

@@ -102,14 +102,14 @@ def problems_of(wheel: Path) -> Iterator[str]:
 def try_with(version: str, wheel: Path) -> str:
     """Install the wheel for this version of Python, run its commands, and say how that went."""
     python = shutil.which(f"python{version}")
-    found = subprocess.run([python, "--version"], capture_output=True, check=False) if python else None
-    if python is None or found is None or found.returncode:
+    asked = subprocess.run([python, "--version"], capture_output=True, check=False) if python else None
+    if python is None or asked is None or asked.returncode:
         return "skipped: it is not installed here"
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="baton-try-") as temporary:
-        place = Path(temporary)
-        subprocess.run([python, "-m", "venv", str(place / "env")], check=True)
-        pip = [str(place / "env/bin/python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        folder = Path(temporary)
+        subprocess.run([python, "-m", "venv", str(folder / "env")], check=True)
+        pip = [str(folder / "env/bin/python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
         pip += ["--no-compile", "--only-binary", ":all:", "-c", str(ROOT / "constraints.txt")]
         torch = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
         for wanted in (torch, str(wheel)):
@@ -118,8 +118,10 @@ def try_with(version: str, wheel: Path) -> str:
         installed_s = time.monotonic() - started
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("BATON_", "PYTHON"))}
         for words in COMMANDS:
-            command = [str(place / "env/bin/baton"), *words]
-            code = subprocess.run(command, cwd=place, env=environment, stdin=subprocess.DEVNULL, check=False).returncode
+            command = [str(folder / "env/bin/baton"), *words]
+            code = subprocess.run(
+                command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, check=False
+            ).returncode
             if code and not (words == ("doctor",) and code == _DOCTOR_WARNS):
                 return f"failed: baton {' '.join(words)} ended with {code}"
     return f"passed: installed in {installed_s:.0f} s, all in {time.monotonic() - started:.0f} s"

@@ -26,10 +26,10 @@ class Arrangement:
     def parse(text: str) -> Arrangement:
         """Reads `colocated:N`, `xPyD` or `conditional:xPyD`; raises InvalidRequest."""
         word = text.strip().lower()
-        if found := _COLOCATED.match(word):
-            return Arrangement(0, int(found[1]))
-        if found := _PAIRS.match(word):
-            return Arrangement(int(found[2]), int(found[3]), found[1] is not None)
+        if match := _COLOCATED.match(word):
+            return Arrangement(0, int(match[1]))
+        if match := _PAIRS.match(word):
+            return Arrangement(int(match[2]), int(match[3]), match[1] is not None)
         raise InvalidRequest("--arrangement", f"{text!r} is neither colocated:N, xPyD nor conditional:xPyD")
 
     @staticmethod
@@ -40,10 +40,10 @@ class Arrangement:
             return Arrangement(0, nodes)
         if word == "conditional":
             return Arrangement.conditional(nodes)
-        found = Arrangement.parse(word)
-        if found.num_nodes != nodes:
-            raise InvalidRequest("--arrangement", f"{text!r} has {found.num_nodes} nodes, not {nodes}")
-        return found
+        arrangement = Arrangement.parse(word)
+        if arrangement.num_nodes != nodes:
+            raise InvalidRequest("--arrangement", f"{text!r} has {arrangement.num_nodes} nodes, not {nodes}")
+        return arrangement
 
     @staticmethod
     def conditional(nodes: int) -> Arrangement:
@@ -81,7 +81,7 @@ def chosen(names: Sequence[str], nodes: int) -> list[Arrangement]:
         raise InvalidRequest("--nodes", "at least two are needed: one of each role")
     if not names:
         return [*Arrangement.splits(nodes), Arrangement.conditional(nodes)]
-    found = [Arrangement.of_nodes(name, nodes) for name in names]
-    if len(set(found)) < len(found):
+    arrangements = [Arrangement.of_nodes(name, nodes) for name in names]
+    if len(set(arrangements)) < len(arrangements):
         raise InvalidRequest("--arrangement", "an arrangement is named twice")
-    return found
+    return arrangements

@@ -121,13 +121,13 @@ class CompareConfig:
     """Fewer if the budget is too small."""
     max_tries: Annotated[int, Flag("Rates that a search may try.", "--tries", min=2)] = 8
     budget_s: float = float("inf")
-    """Seconds from the first process's start to the last one's end."""
+    """Seconds from the start of the first process to the end of the last."""
     min_prompts: int = 10
     """Smallest number of requests in a run, however low its rate; fewer if the budget is too small."""
     up_flags: Sequence[str] = ()
     """More flags of `baton up`, for all arrangements."""
     max_num_batched_tokens: int | None = None
-    """Most tokens of a step in all arrangements; None: tuned for each one (`baton.bench.compare.run`)."""
+    """Most tokens of a step in all arrangements; None: tuned for each arrangement (`baton.bench.compare.run`)."""
     max_sizes: int = 4
     """Number of sizes that are tried for one arrangement."""
     tune_tries: int = 5

@@ -22,6 +22,6 @@ class Flag:
     max: float | None = None
     metavar: str | None = None
     kind: Any = None
-    """The type of its value, if that is not the field's; with one, an empty default is not shown."""
+    """The type of its value, if that is not the field's; with such a type, an empty default is not shown."""
     convert: Callable[[Any], Any] | None = None
     """Makes the field's value of the option's, such as bytes of gigabytes."""

@@ -208,7 +208,7 @@ def pin_nodes(nodes: Sequence[NodeStatus], cores: Sequence[int], per_node: int =
     """
     placed = {}
     for number, node in enumerate(sorted(nodes, key=lambda node: node.name)):
-        own = [cores[place % len(cores)] for place in range(number * per_node, (number + 1) * per_node)]
+        own = [cores[position % len(cores)] for position in range(number * per_node, (number + 1) * per_node)]
         for pid in processes_of([node.pid]):
             _pin(pid, own)
         placed[node.name] = own[0]
@@ -222,14 +222,14 @@ def processes_of(pids: Collection[int]) -> list[int]:
         if path.name.isdigit():
             with suppress(OSError):  # it has ended
                 children[process_stat(int(path.name)).parent].append(int(path.name))
-    found: dict[int, None] = {}
+    processes: dict[int, None] = {}
     waiting = list(pids)
     while waiting:
         pid = waiting.pop()
-        if pid not in found:
-            found[pid] = None
+        if pid not in processes:
+            processes[pid] = None
             waiting += children[pid]
-    return list(found)
+    return list(processes)
 
 
 def _pin(pid: int, cores: Collection[int]) -> None:
@@ -285,7 +285,7 @@ async def _routers(url: str, cluster: str) -> list[tuple[str, str]]:
     finally:
         await registry.close()
     records = [record for record in snapshot.values() if record.role == "router" and record.operator_address]
-    return [(record.address, record.operator_address) for record in sorted(records, key=lambda one: one.name)]
+    return [(record.address, record.operator_address) for record in sorted(records, key=lambda record: record.name)]
 
 
 @dataclass(frozen=True, slots=True)

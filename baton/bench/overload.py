@@ -26,6 +26,7 @@ from baton.bench.live_cluster import LiveCluster, live_cluster
 from baton.bench.load.endpoint import Target
 from baton.bench.load.probe import probe
 from baton.bench.load.run import LoadPlan, LoadRun, run_concurrently, run_load
+from baton.bench.report.panels import Panel, Points, TimeAxis
 from baton.bench.results.outcome import Outcomes
 from baton.bench.results.result_file import machine, versions
 from baton.bench.results.summary import Slo
@@ -118,6 +119,27 @@ class OverloadReport:
             ),
         ]
 
+    def panels(self) -> tuple[str, Mapping[str, Sequence[Panel]], TimeAxis]:
+        """Goodput and the probe's latency over time, as `draw_panels` takes them."""
+        config = self.config
+        begin, end = -config.before_s, config.overload_s + config.after_s
+        step = 20 if end - begin > 60 else 5
+        seconds = range(int(begin // step + 1) * step, int(end) + 1, step)
+        labels = {float(second): str(second) for second in seconds}
+        time = TimeAxis(begin, end, labels, (0.0, config.overload_s), width=760, height=180)
+        goods = [(WINDOW_S * (number + 0.5), rate) for number, rate in enumerate(self.windows)]
+        late = [(at, took_s * 1e3) for at, took_s in self.probe]
+        levels = (self.peak, self.peak * TARGET_GOODPUT)
+        normal_ms = self.normal_ttft_s * 1e3
+        title = (
+            f"{config.factor:g} times the capacity of {self.capacity:.1f} requests/s from 0 to {config.overload_s:g} s"
+        )
+        panels = [
+            _panel(f"good requests per second, in windows of {WINDOW_S:g} s", goods, levels, [goods]),
+            _panel("the probe: milliseconds to the first token", late, (normal_ms,), []),
+        ]
+        return title, {"": panels}, time
+
     def to_json(self) -> dict[str, Any]:
         """The report as a JSON object."""
         return {
@@ -129,6 +151,13 @@ class OverloadReport:
             "lowest_share": self.lowest_share,
             "checks": [{"promise": what, "seen": seen, "passed": ok} for what, seen, ok in self.checks()],
         }
+
+
+def _panel(title: str, points: Points, levels: Sequence[float], lines: Sequence[Points]) -> Panel:
+    high = max([*levels, *(value for _, value in points)], default=1.0) * 1.1 or 1.0
+    return Panel(
+        title, 0.0, high, lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}", lines, points, levels
+    )
 
 
 def run(config: OverloadConfig) -> OverloadReport:
@@ -219,7 +248,7 @@ def _overloaded(config: OverloadConfig, targets: Mapping[str, Target], capacity:
         plans.append(LoadPlan(targets[name], workload, delay_s=delay_s))
     runs = dict(zip(rates, asyncio.run(run_concurrently(plans)), strict=True))
     start_s = runs[GREEDY].began_s
-    return evaluate(config, capacity, offered, {name: _shifted(one, start_s) for name, one in runs.items()})
+    return evaluate(config, capacity, offered, {name: _shifted(load, start_s) for name, load in runs.items()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,8 +122,8 @@ async def ask_nodes_async(nodes: Sequence[NodeStatus], timeout_s: float) -> Node
 
     from baton.messages.node_report import NodeReport
 
-    found = await asyncio.gather(*(_ask(node, timeout_s) for node in nodes))
-    answers = {node.incarnation: answer for node, answer in zip(nodes, found, strict=True)}
+    replies = await asyncio.gather(*(_ask(node, timeout_s) for node in nodes))
+    answers = {node.incarnation: answer for node, answer in zip(nodes, replies, strict=True)}
     reports = {key: answer for key, answer in answers.items() if isinstance(answer, NodeReport)}
     problems = {key: answer for key, answer in answers.items() if isinstance(answer, str)}
     return NodeAnswers(reports, problems)

@@ -102,11 +102,11 @@ class EventReader:
         if data == "[DONE]":
             return self._finished()
         try:
-            found = json.loads(data)
-            if "error" in found:
-                raise error_from_object(found["error"])
-            self._usage = found.get("usage") or self._usage
-            return self._chunk(found["choices"][0]) if found["choices"] else None
+            event = json.loads(data)
+            if "error" in event:
+                raise error_from_object(event["error"])
+            self._usage = event.get("usage") or self._usage
+            return self._chunk(event["choices"][0]) if event["choices"] else None
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             raise Unreachable(f"this is not an answer to a chat: {data[:80]!r}") from None
 
@@ -244,9 +244,9 @@ def error_from_response(status: int, body: bytes, endpoint: Endpoint) -> BatonEr
         return Unreachable(f"{endpoint} answers with status {status}, but not as a router does")
 
 
-def error_from_object(found: Mapping[str, Any]) -> BatonError:
+def error_from_object(error: Mapping[str, Any]) -> BatonError:
     """The error that an OpenAI error object of a router means."""
-    message, kind, code, param = (str(found.get(name) or "") for name in ("message", "type", "code", "param"))
+    message, kind, code, param = (str(error.get(name) or "") for name in ("message", "type", "code", "param"))
     if code == "not_found":
         return RequestNotFound(message)
     if code == "deadline_exceeded":

@@ -279,7 +279,10 @@ def _receive(
 
 
 def _show_processes(state: dict[str, Any], seconds: float, console: Console) -> None:
-    rows = [[found["name"], str(found["pid"]), found["address"] or "(private socket)"] for found in state["processes"]]
+    rows = [
+        [process["name"], str(process["pid"]), process["address"] or "(private socket)"]
+        for process in state["processes"]
+    ]
     print_table(["PROCESS", "PID", "ADDRESS"], rows)
     console.print(f"Ready after {seconds:.1f} s, serving {shown(state['model'])}.\n")
 

@@ -146,11 +146,11 @@ def _list_whole_summaries(group: Any) -> None:
 
 def _refuse_nan(command: Any) -> None:
     """Let options with a range refuse NaN, of which typer finds that it is neither below nor above the range."""
-    for one in getattr(command, "commands", {}).values():
-        _refuse_nan(one)
-    for one in command.params:
-        if one.type.name == "float range":
-            one.type.convert = _checked_for_nan(one.type.convert)
+    for subcommand in getattr(command, "commands", {}).values():
+        _refuse_nan(subcommand)
+    for parameter in command.params:
+        if parameter.type.name == "float range":
+            parameter.type.convert = _checked_for_nan(parameter.type.convert)
 
 
 def _checked_for_nan(convert: Any) -> Any:
@@ -260,8 +260,10 @@ def _flag_meant(option: str, ctx: Any, command_tree: Callable[[], Any]) -> str:
 
 def _flags(command: Any) -> set[str]:
     """All long flags that the help of a command lists."""
-    shown = [one for one in command.params if not getattr(one, "hidden", False)]
-    return {name for one in shown for name in (*one.opts, *one.secondary_opts) if name.startswith("--")}
+    shown = [parameter for parameter in command.params if not getattr(parameter, "hidden", False)]
+    return {
+        name for parameter in shown for name in (*parameter.opts, *parameter.secondary_opts) if name.startswith("--")
+    }
 
 
 def _extended(option: str, flags: Iterable[str]) -> list[str]:
@@ -286,7 +288,7 @@ def _listed(words: Iterable[str], last: str) -> str:
 def _place_of_extra_words(ctx: Any) -> str:
     """Where words were to go that the command does not take; empty if that is not known."""
     for word in ("PROMPT", "MESSAGE"):
-        if any(word in one.human_readable_name for one in ctx.command.params):
+        if any(word in parameter.human_readable_name for parameter in ctx.command.params):
             return f": put the {word.lower()} between quotes"
     if ctx.command_path == "baton up":
         return ": name a model with --model"

@@ -201,11 +201,6 @@ class KVMemory:
     memories of their own is in several parts, each with the same number of blocks."""
 
     @property
-    def own_layout(self) -> KVLayout | None:
-        """The shape of a block in this memory."""
-        return self.layout if self.layers is None or self.layout is None else self.layout.part(self.layers)
-
-    @property
     def num_all_blocks(self) -> int:
         """Number of blocks, those of the cache and probe blocks."""
         return self.num_blocks + self.num_probe_blocks

@@ -118,11 +118,6 @@ class SpecDecodingStats:
     ] = field(default_factory=dict)
     """By position in the draft, counted from 0."""
 
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Tokens that a step with a draft yielded on average, the one without a draft included; 0 without drafts."""
-        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0
-
 
 class SpecDecodingCounts:
     """The running counts from which `SpecDecodingStats` are made."""

@@ -65,9 +65,11 @@ def scheduler_config(config: NodeConfig, runner: ModelRunner) -> SchedulerConfig
     longest = runner.model.max_model_len
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(f"max_model_len is {config.max_model_len}, but the model can have at most {longest} tokens")
-    # Every part of the cache has as many blocks as the one with the largest.
-    parts = [runner.memory.block_bytes, *(runner.layout.part(part.layers).block_bytes for part in runner.remote_parts)]
-    block_bytes = max(parts)
+    block_bytes = runner.layout.block_bytes
+    if runner.remote_parts and (config.hosts > 1 or runner.memory.kind != "DRAM"):
+        # Each part of the cache has a memory of that size, and as many blocks as the one with the largest.
+        others = (runner.layout.part(part.layers).block_bytes for part in runner.remote_parts)
+        block_bytes = max(runner.memory.block_bytes, *others)
     if runner.memory.num_blocks < _MIN_BLOCKS:
         raise ConfigError(
             f"kv_cache_memory {int(config.kv_cache_memory)} bytes holds {runner.memory.num_blocks} blocks of "

@@ -285,16 +285,7 @@ class LLM:
 
     def _validated(self, index: int, request: Callable[[int], GenerateRequest]) -> ValidRequest:
         try:
-            codec = self._codec
-            valid = validate(
-                request(index),
-                self._card,
-                codec.encode,
-                self._rng,
-                encode_part=codec.encode_rendered,
-                max_prompt_embeds=sys.maxsize,
-                context_of=codec.context_of,
-            )
+            valid = validate(request(index), self._card, self._codec, self._rng, max_prompt_embeds=sys.maxsize)
             if (constraint := valid.sampling_params.constraint) is not None:
                 self._constraints.check(*constraint)
             return valid

@@ -203,13 +203,18 @@ def give_fork_server(server: ForkServer | None) -> None:
     _own = server
 
 
-def start_process(command: Sequence[str], descriptors: Sequence[int]) -> subprocess.Popen[bytes] | ForkedProcess:
+def start_process(
+    command: Sequence[str], descriptors: Sequence[int], *, starts_others: bool = False
+) -> subprocess.Popen[bytes] | ForkedProcess:
     """Start `python -m MODULE …` with these descriptors, forked by this process's fork server if it has one.
 
-    Raises OSError.
+    `starts_others`: whether the process starts others itself, so that it needs a fork server, too. Raises OSError.
     """
     server = own_fork_server()
-    forked = server.fork(command, {fd: fd for fd in (1, 2, *descriptors)}, {}) if server is not None else None
+    forked = None
+    if server is not None:
+        copies = {descriptor: descriptor for descriptor in (1, 2, *descriptors)}
+        forked = server.fork(command, copies, {}, has_fork_server=starts_others)
     return forked or subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL)
 
 

@@ -12,6 +12,7 @@ What is imported stays: `rare_collections` lets a process collect garbage less o
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import sys
@@ -35,10 +36,35 @@ def import_transformers() -> None:
         sys.modules[_COMPILER] = torch._dynamo = _CompilerOnDemand(Path(torch.__file__).parent)
     is_available, torch.distributed.is_available = torch.distributed.is_available, lambda: False
     try:
-        # transformers asks once, and remembers the answer.
-        import transformers.modeling_utils  # noqa: F401
+        with _models_read_once():
+            # transformers asks once, and remembers the answer.
+            import transformers.modeling_utils  # noqa: F401
     finally:
         torch.distributed.is_available = is_available
+
+
+_READ_FOLDER = "create_import_structure_from_path"
+
+
+@contextmanager
+def _models_read_once() -> Iterator[None]:
+    """Let transformers read the files of its models once, a quarter second of work, to know what they define.
+
+    It does so for `transformers` and again for `transformers.models`, since its cache has room for a quarter of the
+    folders.
+    """
+    with_bounds = functools.lru_cache
+
+    def lru_cache(maxsize: Any = 128, typed: bool = False) -> Any:
+        if getattr(maxsize, "__name__", "") == _READ_FOLDER:
+            return with_bounds(maxsize=None)(maxsize)
+        return with_bounds(maxsize, typed)
+
+    functools.lru_cache = lru_cache
+    try:
+        yield
+    finally:
+        functools.lru_cache = with_bounds
 
 
 class _CompilerOnDemand(ModuleType):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,23 +26,23 @@ from baton.runner.execution.draft_model import DraftModel
 from baton.runner.images import ImageEncoder, ImageInputs, ImageProcessor
 from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.pooling_files import read_pooling
+from baton.runner.model.stage import ONE_STAGE
 from baton.runner.model.stored.weight import UnusableWeight
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import LoadedModel, load_model_for
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.parts import Stage
+from baton.runner.parts import divided
 from baton.runner.pipelined_runner import PipelinedModelRunner
-from baton.runner.ranks.rank import FirstRank, StartRanks
+from baton.runner.ranks.rank import FirstRank, LeadingTransformer, StartRanks, divided_operations
 from baton.runner.ranks.rank_group import RankGroup
-from baton.runner.ranks.rank_leader import PipelinedTransformer
-from baton.runner.ranks.rank_spec import RankSpec
+from baton.runner.ranks.rank_leader import RankLeader
 from baton.runner.remote_stages.leading_stage import LeadingStage
 from baton.runner.remote_stages.stage_leader import StageLeader
-from baton.runner.remote_stages.stage_spec import StageSpec
 from baton.runner.remote_stages.stages_here import StartStages, start_stages_here
 from baton.runner.self_check import why_not_bit_exact
 from baton.runner.shared_by_loaders import model_info, named_errors, prepared_operations, settle
 from baton.runner.spec import CacheSpec, DraftSpec, TorchSpec, WeightSpec, check_hosts
+from baton.runner.stage_spec import StageSpec
 from baton.runner.torch_threads import elementwise_threads
 
 _log = logging.getLogger(__name__)
@@ -62,9 +62,9 @@ def load_runner(
 ) -> TorchModelRunner:
     """Load a decoder, alone or divided as the specification says. Raises ConfigError.
 
-    `operations` replaces the machine's kernels (tests). `start_ranks` starts the ranks behind the first on a CPU, and
-    `start_stages` the stages before the last on GPUs. `stages`: those of other hosts, which the runner ends, as it does
-    if this raises. `make_runner`: the class of the runner of a model that is not divided in stages.
+    `operations` replaces the machine's kernels (tests). `start_ranks` starts the ranks of the last stage behind the
+    first, and `start_stages` the stages before the last. `stages`: those of other hosts, which the runner ends, as it
+    does if this raises. `make_runner`: the class of the runner of a model that is not divided in stages.
     """
     with named_errors(spec.model_dir), ExitStack() as on_failure:
         if stages is not None:
@@ -80,22 +80,26 @@ def load_runner(
             )
         loading = _Loading.begun(spec, prepared_operations(spec, device, operations), device)
         model = loading.model
-        leader: FirstRank | StageLeader | None = None
+        on_one_cpu = stages is None and device.type == "cpu"
+        first_rank: FirstRank | None = None
         transformer: Transformer
         with loading.verified_by.blaming_the_architecture(model.architecture):
-            if stages is not None or (device.type != "cpu" and spec.pipeline_parallel > 1):
-                Stage(0, spec.pipeline_parallel).layers(model.config.num_hidden_layers)
-                if stages is None:
-                    stages = start_stages(spec.model_dir, spec.pipeline_parallel, spec.num_threads, device)
-                    on_failure.callback(stages.close)
-                leader, transformer = stages, loading.leading_stage(stages)
-            elif spec.is_divided:
-                leader = first_rank = loading.first_rank(start_ranks)
-                on_failure.callback(first_rank.close)
-                transformer = first_rank.transformer(model)
-            else:
+            if not spec.is_divided:
                 transformer = Transformer(model, loading.operations, spec.block_size, loading.cache, spec.num_threads)
-        runner = loading.runner(transformer, leader, make_runner)
+            else:
+                stage_spec = loading.stage_spec(on_one_cpu)
+                if stages is None and spec.pipeline_parallel > 1:
+                    stages = start_stages(spec, device)
+                    on_failure.callback(stages.close)
+                if spec.tensor_parallel > 1:
+                    first_rank = FirstRank(stage_spec, stages or ONE_STAGE, start_ranks)
+                    on_failure.callback(first_rank.close)
+                operations = divided_operations(stage_spec.num_threads) if on_one_cpu else loading.operations
+                transformer = loading.leading(operations, stage_spec, stages, first_rank)
+        paths = () if stages is None else (stages.path,)
+        if on_one_cpu and spec.is_divided:
+            paths = (path_of_ranks(spec),)
+        runner = loading.runner(transformer, stages or first_rank, paths, make_runner)
         on_failure.pop_all()
         return runner
 
@@ -127,53 +131,58 @@ class _Loading:
             cache = drafting.beside(cache)
         return cls(spec, operations, model, verified_by, drafting, cache)
 
-    def leading_stage(self, stages: StageLeader) -> LeadingStage:
-        """The last stage, which leads the others; all load their parts at the same time."""
-        spec, model = self.spec, self.model
-        stages.load(
-            StageSpec(
-                index=0,
-                count=spec.pipeline_parallel,
-                fingerprint=model.fingerprint,
-                dtype=model.dtype,
-                block_size=spec.block_size,
-                cache=self.cache,
-                host_cache_bytes=spec.host_cache_bytes,
-                torch_threads=elementwise_threads(spec.num_threads),
-                quantization=spec.quantization,
-                dequantize=spec.dequantize,
-            )
-        )
-        leading = LeadingStage(model, self.operations, spec.block_size, self.cache, spec.num_threads, stages)
-        stages.wait_until_ready(leading.layout.num_layers)
-        return leading
+    def stage_spec(self, on_one_cpu: bool) -> StageSpec:
+        """What the last stage loads, which leads. Raises ConfigError for heads or layers that can't be divided so.
 
-    def first_rank(self, start_ranks: StartRanks) -> FirstRank:
-        """Start the other ranks. Raises ConfigError for heads or layers that can't be divided among so many."""
+        `on_one_cpu`: all stages share the threads and the memory of this host.
+        """
         spec, config = self.spec, self.model.config
-        rank_spec = RankSpec(
+        num_threads = least_threads = spec.num_threads
+        if on_one_cpu:
+            num_threads = divided(spec.num_threads, spec.pipeline_parallel)[-1]
+            least_threads = divided(num_threads, spec.tensor_parallel)[-1]
+        stage_spec = StageSpec(
             model_dir=str(spec.model_dir),
+            fingerprint=self.model.fingerprint,
             dtype=self.model.dtype,
             block_size=spec.block_size,
-            cache=self.cache,
-            num_threads=spec.num_threads,
+            cache=replace(self.cache, is_of_all_stages=on_one_cpu),
+            num_threads=num_threads,
+            torch_threads=elementwise_threads(least_threads),
             tensor_parallel=spec.tensor_parallel,
-            pipeline_parallel=spec.pipeline_parallel,
+            index=spec.pipeline_parallel - 1,
+            count=spec.pipeline_parallel,
+            host_cache_bytes=spec.host_cache_bytes,
             quantization=spec.quantization,
             dequantize=spec.dequantize,
         )
         num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        rank_spec.check_divides(config.num_hidden_layers, config.num_attention_heads, num_kv_heads)
-        torch.set_num_threads(elementwise_threads(rank_spec.least_threads))
-        return FirstRank(rank_spec, start_ranks)
+        stage_spec.check_divides(config.num_hidden_layers, config.num_attention_heads, num_kv_heads)
+        return stage_spec
+
+    def leading(
+        self, operations: Operations, spec: StageSpec, stages: StageLeader | None, first_rank: FirstRank | None
+    ) -> LeadingTransformer:
+        """The last stage's part of the model, while all ranks and stages load theirs."""
+        torch.set_num_threads(spec.torch_threads)
+        if stages is None:
+            return LeadingTransformer(self.model, operations, spec, ONE_STAGE, first_rank)
+        stages.load(spec, first_rank)
+        leading = LeadingStage(self.model, operations, spec, stages, first_rank)
+        stages.wait_until_ready(leading.layout.num_layers)
+        return leading
 
     def runner(
         self,
         transformer: Transformer,
-        leader: FirstRank | StageLeader | None,
+        leader: RankLeader | None,
+        paths: Sequence[ComputePath],
         make_runner: Callable[..., TorchModelRunner],
     ) -> TorchModelRunner:
-        """Check what the transformer computes, and make its runner. Raises ConfigError."""
+        """Check what the transformer computes, and make its runner. Raises ConfigError.
+
+        `paths`: what computes beside this process.
+        """
         spec = self.spec
         images = self._images() if transformer.row_width else None
         info = self._verified(self._info(transformer, takes_adapters=leader is None), transformer)
@@ -182,13 +191,12 @@ class _Loading:
         if images is not None:
             numerics = f"{info.numerics}/{images.numerics}"
             info = replace(info, numerics=numerics, capabilities=info.capabilities | {Capability.IMAGE})
-        if leader is not None:
-            info = replace(info, compute_paths=(*info.compute_paths, leader.path))
+        info = replace(info, compute_paths=(*info.compute_paths, *paths))
         draft_model = None
         if self.drafting is not None:
             info = replace(info, compute_paths=(*info.compute_paths, self.drafting.path(transformer)))
             draft_model = self.drafting.start(transformer, info)
-        if isinstance(transformer, PipelinedTransformer) and leader is not None and spec.pipeline_parallel > 1:
+        if isinstance(transformer, LeadingStage) and leader is not None:
             return PipelinedModelRunner(info, transformer, spec.host_cache_bytes, draft_model, leader, images)
         return make_runner(info, transformer, spec.host_cache_bytes, draft_model, leader, images, spec.max_lora_rank)
 
@@ -253,6 +261,19 @@ class _Loading:
             return reason, ""
         # Only adapters fail with the most rows: nobody has loaded one, and fewer rows take less time.
         return settled(why_not), reason
+
+
+def path_of_ranks(spec: TorchSpec) -> ComputePath:
+    """What computes a model that is divided among processes of one host's CPU, for operators."""
+    shares = divided(spec.num_threads, spec.pipeline_parallel)
+    threads = [num for share in shares for num in divided(share, spec.tensor_parallel)]
+    stages = f" in {spec.pipeline_parallel} stages" if spec.pipeline_parallel > 1 else ""
+    slow = f"they share {spec.num_threads} threads: give the node at least {len(threads)} (--threads)"
+    return ComputePath(
+        "ranks",
+        f"{len(threads)} processes{stages} with {'+'.join(map(str, threads))} threads",
+        slow if len(threads) > spec.num_threads else "",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ class TorchModelRunner:
         self._transformer = transformer
         self.layout = transformer.layout
         self.memory = transformer.memory
-        self._host = transformer.host_blocks(host_blocks_in(host_cache_bytes, transformer.largest_block_bytes))
+        self._host = transformer.host_blocks(host_blocks_in(host_cache_bytes, transformer.counted_block_bytes))
         self.num_host_blocks = self._host.num_blocks
         self._masks = TokenMasks(model.vocab_size)
         self._adapters = transformer.adapters

@@ -98,3 +98,9 @@ class Stage:
         least, more = divmod(num_layers, self.count)
         first = self.index * least + min(self.index, more)
         return range(first, first + least + (self.index < more))
+
+
+def divided(total: int, count: int) -> list[int]:
+    """A number, of threads, say, divided into `count` shares of at least one; the first ones have what is left over."""
+    least, more = divmod(total, count)
+    return [max(1, least + (index < more)) for index in range(count)]

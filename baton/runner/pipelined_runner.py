@@ -21,8 +21,8 @@ from baton.runner.execution.draft_model import DraftModel
 from baton.runner.execution.step_results import StepResults, StepRows
 from baton.runner.images import ImageInputs
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.ranks.micro_batch import Task
-from baton.runner.ranks.rank_leader import PipelinedTransformer, RankLeader
+from baton.runner.ranks.rank_leader import RankLeader
+from baton.runner.remote_stages.leading_stage import LeadingStage
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class PipelinedModelRunner(TorchModelRunner):
     def __init__(
         self,
         model: ModelInfo,
-        transformer: PipelinedTransformer,
+        transformer: LeadingStage,
         host_cache_bytes: int,
         draft_model: DraftModel | None,
         leader: RankLeader,
@@ -162,7 +162,7 @@ class PipelinedModelRunner(TorchModelRunner):
         rows = self._rows_of(step.results, step.waiting.popleft())
         if rows is None:
             return
-        self._leading.begin(Task.LOGITS_AND_HIDDEN if rows.wants_hidden else Task.LOGITS, rows.batch, rows.logits_rows)
+        self._leading.begin(rows.batch, rows.logits_rows, rows.wants_hidden)
         self._computing.append(_MicroBatch(step, rows))
         step.num_computing += 1
 

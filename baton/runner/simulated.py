@@ -2,8 +2,8 @@
 
 The KV bytes of a token are a function of its token id, its position, the request's adapter and the KV bytes of the
 token before it *as they are in the cache*; the next token is a function of all KV bytes of the request's history. So a
-block with another request's KV, a block missed by a transfer or a stale table gives other tokens than
-`expected_tokens`, which needs no engine. Needs only numpy.
+block with another request's KV, a block missed by a transfer or a stale table gives other tokens than the same history
+without a cache. Needs only numpy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import xxhash
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, ModelInfo, OneProcessRunner
-from baton.engine.sequences.beams import BeamSearch
 from baton.messages.capabilities import Capability
 from baton.messages.pooling import NO_POOLING_FILES, Pooling, PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
@@ -33,7 +32,8 @@ from baton.runner.spec import SimulatedSpec
 
 Bytes = npt.NDArray[np.uint8]
 
-_ROOT = b"baton simulated root"
+ROOT = b"baton simulated root"
+"""What stands before the KV bytes of a request's first token."""
 _EMBEDDING_SIZE = 8
 
 
@@ -42,43 +42,8 @@ def token_bytes(layout: KVLayout) -> int:
     return layout.block_bytes // layout.block_size
 
 
-def expected_kv(token_ids: Sequence[int], layout: KVLayout, adapter: str = "") -> Bytes:
-    """KV of a whole sequence as uint8 [tokens, num_layers, 2, num_kv_heads, head bytes]."""
-    rows = _head_rows(layout)
-    out = np.empty((len(token_ids), *rows), dtype=np.uint8)
-    chain = _ROOT
-    for position, token_id in enumerate(token_ids):
-        out[position] = _slot(chain, token_id, position, rows, adapter)
-        chain = out[position].tobytes()
-    return out
-
-
-def expected_tokens(prompt: Sequence[int], params: SamplingParams, spec: SimulatedSpec, adapter: str = "") -> list[int]:
-    """What a request must generate: `max_tokens` tokens, or fewer when a stop id or the model's length ends it."""
-    layout = layout_of(spec)
-    stops = params.stops(spec.eos_token_ids)
-    tokens, rows = list(prompt), _head_rows(layout)
-    kv = expected_kv(tokens, layout, adapter)
-    output: list[int] = []
-    while len(output) < params.max_tokens and len(tokens) < spec.max_model_len:
-        token_id = _next_token(kv, params, len(output), spec)
-        output.append(token_id)
-        if token_id in stops and len(output) > params.min_tokens:
-            break
-        slot = _slot(kv[-1].tobytes(), token_id, len(tokens), rows, adapter)
-        kv = np.concatenate((kv, slot[np.newaxis]))
-        tokens.append(token_id)
-    return output
-
-
-def expected_embedding(
-    prompt: Sequence[int], spec: SimulatedSpec, params: PoolingParams | None = None, adapter: str = ""
-) -> bytes:
-    """The embedding that a prompt must get, computed without any cache; by default that of its last token."""
-    return _embedding_of(expected_kv(prompt, layout_of(spec), adapter), params or PoolingParams())
-
-
-def _embedding_of(kv: Bytes, params: PoolingParams) -> bytes:
+def embedding_of(kv: Bytes, params: PoolingParams) -> bytes:
+    """The vector of a prompt with the KV bytes kv [tokens, ...]: float32, little-endian."""
     return embedding_of_number(_digest(kv) ^ list(Pooling).index(params.kind), _EMBEDDING_SIZE, params)
 
 
@@ -96,15 +61,7 @@ def likeliest_tokens(kv: Bytes, count: int, vocab_size: int) -> list[tuple[int, 
     return list(likeliest.items())
 
 
-def expected_prompt_logprobs(
-    prompt: Sequence[int], top: int, spec: SimulatedSpec, adapter: str = ""
-) -> list[TokenLogprobs]:
-    """What a request must report of its prompt with `top` as `prompt_logprobs`."""
-    kv = expected_kv(prompt, layout_of(spec), adapter)
-    return [_prompt_logprob(kv[:stop], prompt[stop], top, spec) for stop in range(1, len(prompt))]
-
-
-def _prompt_logprob(kv: Bytes, token_id: int, top: int, spec: SimulatedSpec) -> TokenLogprobs:
+def prompt_logprob(kv: Bytes, token_id: int, top: int, spec: SimulatedSpec) -> TokenLogprobs:
     """The log-probability of a prompt's token behind the history kv. Those not among the likeliest have equal ones."""
     likeliest = likeliest_tokens(kv, max(top, 1), spec.vocab_size)
     rank = next((rank for rank, entry in enumerate(likeliest) if entry[0] == token_id), None)
@@ -112,28 +69,18 @@ def _prompt_logprob(kv: Bytes, token_id: int, top: int, spec: SimulatedSpec) -> 
     return TokenLogprobs(token_id, logprob, 1 + (len(likeliest) if rank is None else rank), likeliest[:top])
 
 
-def expected_beams(
-    prompt: Sequence[int], search: BeamSearch, spec: SimulatedSpec, adapter: str = ""
-) -> list[list[int]]:
-    """The output tokens that a beam search must find, best sequence first."""
-    layout = layout_of(spec)
-    while not search.is_over:
-        histories = [expected_kv([*prompt, *beam.token_ids], layout, adapter) for beam in search.running]
-        search.advance([likeliest_tokens(kv, search.num_candidates, spec.vocab_size) for kv in histories])
-    return [list(beam.token_ids) for beam in search.finished]
-
-
 def layout_of(spec: SimulatedSpec) -> KVLayout:
     """The block layout of a simulated model."""
     return KVLayout.uniform(spec.block_size, spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.dtype)
 
 
-def _head_rows(layout: KVLayout) -> tuple[int, int, int, int]:
+def head_rows(layout: KVLayout) -> tuple[int, int, int, int]:
+    """The shape of one token's KV: layers, keys and values, KV heads, bytes of a head."""
     num_kv_heads = layout.layers[0].num_kv_heads
     return layout.num_layers, 2, num_kv_heads, token_bytes(layout) // (layout.num_layers * 2 * num_kv_heads)
 
 
-def _slot(before: bytes, token_id: int, position: int, rows: tuple[int, int, int, int], adapter: str = "") -> Bytes:
+def slot_of(before: bytes, token_id: int, position: int, rows: tuple[int, int, int, int], adapter: str = "") -> Bytes:
     """One token's KV: a 64-bit hash, expanded to the token's size so that no two heads have equal bytes."""
     chain = xxhash.xxh3_64_intdigest(
         before + token_id.to_bytes(8, "little", signed=True) + position.to_bytes(8, "little") + adapter.encode()
@@ -151,7 +98,7 @@ def _digest(kv: Bytes) -> int:
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(kv).data)
 
 
-def _next_token(kv: Bytes, params: SamplingParams, index: int, spec: SimulatedSpec) -> int:
+def next_token(kv: Bytes, params: SamplingParams, index: int, spec: SimulatedSpec) -> int:
     """Output token `index` after the history kv [tokens, ...]. The seed matters unless sampling is greedy."""
     digest = _digest(kv)
     if not params.is_greedy:
@@ -193,7 +140,7 @@ class SimulatedRunner(OneProcessRunner):
     def __init__(self, spec: SimulatedSpec) -> None:
         self._spec = spec
         self.layout = layout_of(spec)
-        layers, two, heads, row = _head_rows(self.layout)
+        layers, two, heads, row = head_rows(self.layout)
         shape = (spec.num_blocks + PROBE_BLOCKS, layers, two, heads, spec.block_size, row)
         memory: Bytes = np.zeros(shape, dtype=np.uint8)
         self._cache = memory[: spec.num_blocks]
@@ -268,7 +215,7 @@ class SimulatedRunner(OneProcessRunner):
             state = share.state
             kv = self.read(state.block_table, share.stop)
             if state.pooler is not None:
-                embeddings[state.request_id] = _embedding_of(kv, state.pooler.params)
+                embeddings[state.request_id] = embedding_of(kv, state.pooler.params)
                 continue
             sampled = self._sample_and_verify(state, kv, share.drafts)
             tokens[state.request_id] = [token.token_id for token in sampled]
@@ -293,10 +240,10 @@ class SimulatedRunner(OneProcessRunner):
 
     def _store(self, share: Scheduled) -> None:
         state, start = share.state, share.start
-        rows, token_ids = _head_rows(self.layout), state.rows(start, share.stop)
-        before = self._slot_at(state, start - 1).tobytes() if start else _ROOT
+        rows, token_ids = head_rows(self.layout), state.rows(start, share.stop)
+        before = self._slot_at(state, start - 1).tobytes() if start else ROOT
         for position in range(start, share.stop):
-            slot = _slot(before, int(token_ids[position - start]), position, rows, state.adapter)
+            slot = slot_of(before, int(token_ids[position - start]), position, rows, state.adapter)
             self._slot_at(state, position)[...] = slot
             before = slot.tobytes()
 
@@ -306,7 +253,7 @@ class SimulatedRunner(OneProcessRunner):
         top = state.sampling_params.logprobs
         for draft in (*drafts, None):
             history = kv[: state.num_tokens]
-            token_id = _next_token(history, state.sampling_params, state.num_output_tokens, self._spec)
+            token_id = next_token(history, state.sampling_params, state.num_output_tokens, self._spec)
             likeliest = likeliest_tokens(history, max(top, 1), self._spec.vocab_size) if top is not None else []
             sampled.append(TokenLogprobs(token_id, likeliest[0][1] if likeliest else 0.0, 1, likeliest[:top]))
             state.append_token(token_id)
@@ -318,7 +265,7 @@ class SimulatedRunner(OneProcessRunner):
         """The log-probabilities of the tokens behind the rows of a stored chunk."""
         state, start, top = chunk.state, chunk.start, chunk.state.sampling_params.prompt_logprobs or 0
         return [
-            _prompt_logprob(self.read(state.block_table, stop), int(state.token_ids[stop]), top, self._spec)
+            prompt_logprob(self.read(state.block_table, stop), int(state.token_ids[stop]), top, self._spec)
             for stop in range(start + 1, start + 1 + chunk.count)
         ]
 

@@ -33,6 +33,8 @@ class CacheSpec:
     """Bytes of a block in the cache of a draft model, which are part of `cache_bytes`."""
     num_blocks_beside: int = 0
     """How many such blocks more the draft model has."""
+    is_of_all_stages: bool = False
+    """Whether all stages together have `cache_bytes`, since they share a host's memory; otherwise each has as many."""
 
     def blocks(self, block_bytes: int) -> int:
         """The number of blocks; raises ConfigError for fewer than two (the first one is the null block)."""

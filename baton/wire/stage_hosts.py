@@ -22,7 +22,7 @@ import structlog
 
 from baton.errors import ConfigError
 from baton.runner.remote_stages.frames import INTERVAL_S, StageLinks, heartbeat
-from baton.runner.remote_stages.stage_spec import PROTOCOL
+from baton.runner.stage_spec import PROTOCOL
 from baton.security.binds import is_loopback
 from baton.security.matrix import CallerRole, certificate_name, certificate_role
 from baton.security.tls_files import LiveTls

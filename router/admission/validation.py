@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -22,6 +22,7 @@ from baton.messages.request_limits import (
 )
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import EncoderContent, Span
+from baton.text.detokenizer import TextCodec
 from baton.text.prompts import PromptImage
 from router.admission.checks import (
     check_generates,
@@ -57,22 +58,18 @@ from router.admission.sampling import (
 def validate(
     raw: GenerateRequest,
     card: ModelCard,
-    encode: Callable[[str], list[int]] | None,
+    codec: TextCodec | None,
     rng: Random,
-    encode_part: Callable[[str], list[int]] | None = None,
     max_prompt_embeds: int = 0,
     image_rules: ImageRules | None = None,
-    context_of: Callable[[Sequence[int], int], tuple[int, ...]] | None = None,
 ) -> ValidRequest:
     """The request within all bounds and with every default filled in; raises InvalidRequest or UnknownModel.
 
     Its priority is checked before (`with_allowed_priority`), since it decides whether the request may even wait.
 
-    `encode` tokenizes; without it only token ids are accepted. `encode_part` tokenizes a part of a text, without
-    special tokens; None: `encode` does. `max_prompt_embeds`: most bytes of rows in place of tokens; 0: none are taken.
-    `image_rules`: None: the model takes no images. `context_of`: as in `Tokenizer`; None: no text is made. May
-    be run in a thread, as tokenizing a long text takes a while. The JSON schema is checked elsewhere, since that takes
-    longer (see bounded_work.py).
+    Without a `codec` only token ids are accepted. `max_prompt_embeds`: most bytes of rows in place of tokens; 0: none
+    are taken. `image_rules`: None: the model takes no images. May be run in a thread, as tokenizing a long text takes a
+    while. The JSON schema is checked elsewhere, since that takes longer (see bounded_work.py).
     """
     request_id = _request_id(raw.request_id, rng)
     check_model(raw.model, card)
@@ -80,12 +77,12 @@ def validate(
     if raw.pooling is not None and raw.prompt_embeds:
         raise InvalidRequest("prompt_embeds", "is for generated text alone")
     if raw.pooling is not None:
-        return _for_pooling(raw, raw.pooling, card, encode, request_id)
+        return _for_pooling(raw, raw.pooling, card, codec, request_id)
     check_generates(card)
     embeds = read_prompt_embeds(raw, card, max_prompt_embeds) if raw.prompt_embeds else ()
     images = read_images(raw, card, image_rules) if raw.images else ()
-    stop = checked_stop(raw.stop, encode is not None)
-    sampling = sampling_params(raw, card, rng, encode_part or encode)
+    stop = checked_stop(raw.stop, codec is not None)
+    sampling = sampling_params(raw, card, rng, None if codec is None else codec.encode_rendered)
     n = check_integer("n", 1 if raw.n is None else raw.n, 1, MAX_SEQUENCES)
     ttft_slo_ms = _milliseconds("ttft_slo_ms", raw.ttft_slo_ms)
     tpot_slo_ms = _milliseconds("tpot_slo_ms", raw.tpot_slo_ms)
@@ -98,15 +95,15 @@ def validate(
     contents: Sequence[EncoderContent]
     if card.source is None:
         refuse_audio(raw, card)
-        prompt, spans = _with_given_rows(raw, card, encode, embeds, images, image_rules)
+        prompt, spans = _with_given_rows(raw, card, codec, embeds, images, image_rules)
         contents, num_left = [image.content for image in images], card.max_model_len - len(prompt)
     else:
-        source = read_source(raw, card, card.source, partial(_prompt, raw.prompt, card, encode))
+        source = read_source(raw, card, card.source, partial(_prompt, raw.prompt, card, codec))
         prompt, spans, contents, num_left = source.token_ids, source.spans, [source.content], source.num_left
     check_prompt_logprobs(len(prompt), sampling.prompt_logprobs, MAX_PROMPT_LOGPROB_VALUES)
     sampling = with_lengths(sampling, raw, num_left, card.max_model_len)
     check_output_size(sampling.n, sampling.max_tokens, raw.logprobs)
-    sampling = with_constraint(sampling, raw, card, has_text=encode is not None)
+    sampling = with_constraint(sampling, raw, card, has_text=codec is not None)
     valid = ValidRequest(
         request_id=scoped(raw.tenant, request_id),
         model=card.name,
@@ -115,7 +112,7 @@ def validate(
         stop=stop,
         keeps_stop=bool(raw.include_stop_str_in_output),
         shown_tokens=tuple(raw.shown_tokens),
-        context_tokens=() if context_of is None else context_of(prompt, spans[-1].stop if spans else 0),
+        context_tokens=() if codec is None else codec.context_of(prompt, spans[-1].stop if spans else 0),
         is_parsed=raw.is_parsed,
         reasoning=raw.reasoning,
         priority=raw.priority,
@@ -154,7 +151,7 @@ def with_allowed_priority(raw: GenerateRequest, min_priority: int) -> GenerateRe
 def _with_given_rows(
     raw: GenerateRequest,
     card: ModelCard,
-    encode: Callable[[str], list[int]] | None,
+    codec: TextCodec | None,
     embeds: Sequence[PromptRows],
     images: Sequence[PromptImage],
     image_rules: ImageRules | None,
@@ -164,7 +161,7 @@ def _with_given_rows(
     if images and image_rules is not None and isinstance(text_or_ids, str):
         check_text("prompt", text_or_ids, MAX_PROMPT_BYTES)
         text_or_ids = image_rules.prompts.expanded(text_or_ids, images)
-    prompt = _prompt(text_or_ids, card, encode, card.max_model_len - 1) if raw.prompt or not embeds else ()
+    prompt = _prompt(text_or_ids, card, codec, card.max_model_len - 1) if raw.prompt or not embeds else ()
     if images and image_rules is not None:
         return image_rules.prompts.with_spans(prompt, images)
     return with_spans(prompt, embeds, raw, card) if embeds else (prompt, ())
@@ -174,19 +171,19 @@ def _for_pooling(
     raw: GenerateRequest,
     pooling: PoolingRequest,
     card: ModelCard,
-    encode: Callable[[str], list[int]] | None,
+    codec: TextCodec | None,
     request_id: str,
 ) -> ValidRequest:
     """The request for a vector. Parameters of sampling are not looked at, since nothing is sampled."""
     spans: Sequence[Span] = ()
     contents: Sequence[EncoderContent] = ()
     if pooling.kind is Pooling.ALIGN:
-        transcript = read_transcript(raw, card, partial(_prompt, raw.prompt, card, encode))
+        transcript = read_transcript(raw, card, partial(_prompt, raw.prompt, card, codec))
         prompt, spans, contents = transcript.token_ids, transcript.spans, (transcript.content,)
         # The client's places are those of the decoder's tokens, which lie behind the input.
         pooling = replace(pooling, second_start=pooling.second_start + spans[-1].stop)
     else:
-        prompt = _prompt(raw.prompt, card, encode, card.max_model_len)
+        prompt = _prompt(raw.prompt, card, codec, card.max_model_len)
     valid = ValidRequest(
         request_id=scoped(raw.tenant, request_id),
         model=card.name,
@@ -219,15 +216,15 @@ def _request_id(request_id: str, rng: Random) -> str:
 
 
 def _prompt(
-    prompt: str | Sequence[int] | None, card: ModelCard, encode: Callable[[str], list[int]] | None, longest: int
+    prompt: str | Sequence[int] | None, card: ModelCard, codec: TextCodec | None, longest: int
 ) -> tuple[int, ...]:
     if not prompt:
         raise InvalidRequest("prompt", "is empty")
     if isinstance(prompt, str):
         check_text("prompt", prompt, MAX_PROMPT_BYTES)
-        if encode is None:
+        if codec is None:
             raise InvalidRequest("prompt", "this model is served without a tokenizer; send token ids")
-        token_ids: Sequence[int] = encode(prompt)
+        token_ids: Sequence[int] = codec.encode(prompt)
         if not token_ids:
             raise InvalidRequest("prompt", "has no tokens")
     else:

@@ -60,12 +60,12 @@ def find_stages(folder: Path, names: Sequence[str], prefix: str) -> list[Stage]:
 
 def _constants(path: Path) -> dict[str, Any]:
     """The numbers and truth values that a module's upper-case names are set to."""
-    found = {}
+    constants = {}
     for statement in ast.parse(path.read_text(encoding="utf-8")).body:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value)) if name.isupper():
-                found[name] = value
-    return found
+                constants[name] = value
+    return constants
 
 
 @dataclass

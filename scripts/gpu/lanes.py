@@ -18,7 +18,7 @@ _OWN = " self "
 
 def read_lanes(log: str) -> list[str]:
     """One line for each range of sizes of each kind of read between processes, without repetitions."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     title = kind = ""
     for line in log.splitlines():
         cells = [cell.strip() for cell in line.partition("|")[2].split("|")][:-1]
@@ -27,5 +27,5 @@ def read_lanes(log: str) -> list[str]:
             is_title = "cfg#" in cells[0]
             title, kind = (cells[0], "") if is_title else (title, cells[0])
         elif len(cells) == 3 and _READS in kind and _OWN not in f" {title} " and cells[0] != "Range":
-            found.setdefault(f"{kind}: {cells[0]}: {cells[1]}, {cells[2]}")
-    return list(found)
+            names.setdefault(f"{kind}: {cells[0]}: {cells[1]}, {cells[2]}")
+    return list(names)

@@ -52,8 +52,8 @@ def commit() -> str | None:
     # Git takes a checkout of another user, as one that was copied here, only if it is named.
     git = ("git", "-c", "core.abbrev=12", "-c", f"safe.directory={ROOT}", "-C", str(ROOT))
     packed = SITE / PACKED / COMMIT
-    if (ROOT / ".git").exists() and (found := _output(*git, "describe", "--always", "--exclude=*", "--dirty")):
-        return found
+    if (ROOT / ".git").exists() and (described := _output(*git, "describe", "--always", "--exclude=*", "--dirty")):
+        return described
     return f"{packed.read_text(encoding='utf-8')} (when packed)" if packed.exists() else None
 
 

@@ -30,20 +30,22 @@ def profiled(step: Callable[[], object], count: int, device: torch.device) -> di
             step()
     wall_ms = (time.perf_counter() - started) * 1e3 / count
     averages: list[Any] = list(profile.key_averages())
-    spent = {id(one): (one.self_device_time_total if on_gpu else one.self_cpu_time_total) / 1e3 for one in averages}
+    spent = {
+        id(event): (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3 for event in averages
+    }
     # What was started on the host has the time of its kernels, too, under another name.
-    kernels = [one for one in averages if not on_gpu or str(one.device_type).endswith("CUDA")]
-    kernels.sort(key=lambda one: spent[id(one)], reverse=True)
-    calls = {one.key: one.count for one in averages}
+    kernels = [event for event in averages if not on_gpu or str(event.device_type).endswith("CUDA")]
+    kernels.sort(key=lambda event: spent[id(event)], reverse=True)
+    calls = {event.key: event.count for event in averages}
     return {
         "wall_ms_with_profiler": wall_ms,
-        "kernels_ms": sum(spent[id(one)] for one in kernels) / count,
-        "kernels": sum(one.count for one in kernels) / count,
+        "kernels_ms": sum(spent[id(event)] for event in kernels) / count,
+        "kernels": sum(event.count for event in kernels) / count,
         "launches": sum(calls.get(name, 0) for name in _STARTS) / count,
         "graph_launches": calls.get(_GRAPH_STARTS, 0) / count,
         "copies": calls.get("cudaMemcpyAsync", 0) / count,
         "top": [
-            {"name": one.key[:_NAME_CHARS], "ms": spent[id(one)] / count, "calls": one.count / count}
-            for one in kernels[:_TOP]
+            {"name": event.key[:_NAME_CHARS], "ms": spent[id(event)] / count, "calls": event.count / count}
+            for event in kernels[:_TOP]
         ],
     }

@@ -66,7 +66,7 @@ class Shape:
     @property
     def num_weights(self) -> int:
         """How many numbers its weights have, norms apart."""
-        per_layer = sum(one.outputs * one.inputs for one in self.matrices() if one.name != "head")
+        per_layer = sum(matrix.outputs * matrix.inputs for matrix in self.matrices() if matrix.name != "head")
         return self.layers * per_layer + self.vocab * self.hidden * (1 if self.is_tied else 2)
 
     @property

@@ -98,4 +98,4 @@ def timed_step(driver: RunnerDriver, shares: dict[str, int]) -> float:
 
 def some_tokens(number: int, tokens: int, vocab_size: int) -> list[int]:
     """The tokens of prompt `number`; prompts of numbers below 256 begin with different tokens."""
-    return [(7 * place + 13 * number) % min(1000, vocab_size) for place in range(tokens)]
+    return [(7 * position + 13 * number) % min(1000, vocab_size) for position in range(tokens)]

@@ -43,10 +43,10 @@ def render_card(lines: Sequence[Line]) -> str:
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table under a title; empty without rows. Floats are shown with three digits."""
-    found = [[_cell(cell) for cell in row] for row in rows]
-    if not found:
+    cells = [[_cell(cell) for cell in row] for row in rows]
+    if not cells:
         return ""
-    lines = [f"**{title}**", "", _row(columns), _row(["---"] * len(columns)), *map(_row, found)]
+    lines = [f"**{title}**", "", _row(columns), _row(["---"] * len(columns)), *map(_row, cells)]
     return "\n".join(lines)
 
 
@@ -82,16 +82,16 @@ def _reports(lines: Sequence[Line], name: str) -> list[Fields]:
 def _machine(environment: Sequence[Line]) -> str:
     """The versions of the packages, and the rates that no other figure can be above."""
     versions = [
-        f"CUDA {one['cuda']}, {', '.join(f'{name} {version}' for name, version in one['packages'].items() if version)}."
-        for one in _reports(environment, "versions")
+        f"CUDA {report['cuda']}, {', '.join(' '.join(named) for named in report['packages'].items() if named[1])}."
+        for report in _reports(environment, "versions")
     ]
     copies = [
-        f"A copy moves {number(one['gb_per_s'])} GB/s, counting bytes read and written."
-        for one in _reports(environment, "copy")
+        f"A copy moves {number(report['gb_per_s'])} GB/s, counting bytes read and written."
+        for report in _reports(environment, "copy")
     ]
     products = [
-        f"A product of {one['size']:,} × {one['size']:,} runs at {number(one['tflop_per_s'])} TFLOP/s."
-        for one in _reports(environment, "product")
+        f"A product of {report['size']:,} × {report['size']:,} runs at {number(report['tflop_per_s'])} TFLOP/s."
+        for report in _reports(environment, "product")
     ]
     return " ".join([*versions, *copies, *products])
 
@@ -112,59 +112,76 @@ def _outcomes(lines: Sequence[Line], runs: Mapping[str, Sequence[Line]]) -> str:
 
 
 def _prompts(own: Sequence[Fields], peers: Sequence[Fields]) -> str:
-    peer = {(one["shape"], one["tokens"]): one for one in peers}
+    peer = {(report["shape"], report["tokens"]): report for report in peers}
     rows = []
-    for one in own:
-        other = peer.get((one["shape"], one["tokens"]))
+    for report in own:
+        other = peer.get((report["shape"], report["tokens"]))
         ms = other["ms_min"] if other else None
         rows.append(
-            (one["shape"], one["tokens"], one["ms_min"], one["tokens_per_s"], ms, one["ms_min"] / ms if ms else None)
+            (
+                report["shape"],
+                report["tokens"],
+                report["ms_min"],
+                report["tokens_per_s"],
+                ms,
+                report["ms_min"] / ms if ms else None,
+            )
         )
     columns = ("shape", "tokens", "ms at best", "tokens/s", "transformers, ms", "ratio")
     return table("A prompt in one step", columns, rows)
 
 
 def _decode(own: Sequence[Fields], peers: Sequence[Fields]) -> str:
-    peer = {(one["shape"], one["batch"], one["graphs"]): one["ms"] for one in peers}
+    peer = {(report["shape"], report["batch"], report["graphs"]): report["ms"] for report in peers}
     rows = []
-    for one in own:
-        if one["sampling"] == "greedy":
-            key = one["shape"], one["batch"]
-            spread = f"{number(one['ms'])} [{number(one['ms_p10'])}, {number(one['ms_p90'])}]"
+    for report in own:
+        if report["sampling"] == "greedy":
+            key = report["shape"], report["batch"]
+            spread = f"{number(report['ms'])} [{number(report['ms_p10'])}, {number(report['ms_p90'])}]"
             others = peer.get((*key, False)), peer.get((*key, True))
-            rows.append((*key, one["context"], one["graphs"], spread, one["tokens_per_s"], *others))
+            rows.append((*key, report["context"], report["graphs"], spread, report["tokens_per_s"], *others))
     columns = ("shape", "batch", "context", "graphs", "ms a step", "tokens/s")
     return table("Greedy decode steps", (*columns, "transformers, ms", "the same as a graph, ms"), rows)
 
 
 def _sampled(own: Sequence[Fields]) -> str:
-    greedy = {(one["shape"], one["batch"]): one["ms"] for one in own if one["sampling"] == "greedy" and one["graphs"]}
+    greedy = {
+        (report["shape"], report["batch"]): report["ms"]
+        for report in own
+        if report["sampling"] == "greedy" and report["graphs"]
+    }
     rows = [
-        (one["shape"], one["batch"], one["sampling"], one["ms"], greedy.get((one["shape"], one["batch"])))
-        for one in own
-        if one["sampling"] != "greedy"
+        (
+            report["shape"],
+            report["batch"],
+            report["sampling"],
+            report["ms"],
+            greedy.get((report["shape"], report["batch"])),
+        )
+        for report in own
+        if report["sampling"] != "greedy"
     ]
     return table("Sampled decode steps", ("shape", "batch", "sampling", "ms a step", "greedy, ms"), rows)
 
 
-def _profiles(found: Sequence[Fields]) -> str:
+def _profiles(reports: Sequence[Fields]) -> str:
     columns = ("shape", "of", "ms with the profiler", "ms in kernels", "kernels", "launches", "graphs", "copies")
     names = ("shape", "of", "wall_ms_with_profiler", "kernels_ms", "kernels", "launches", "graph_launches", "copies")
-    parts = [table("Profiles", columns, [[one[name] for name in names] for one in found])]
-    for one in found:
-        rows = [(f"`{kernel['name']}`", kernel["ms"], kernel["calls"]) for kernel in one["top"]]
-        parts.append(table(f"Longest kernels of {one['of']}, {one['shape']}", ("kernel", "ms", "calls"), rows))
+    parts = [table("Profiles", columns, [[report[name] for name in names] for report in reports])]
+    for report in reports:
+        rows = [(f"`{kernel['name']}`", kernel["ms"], kernel["calls"]) for kernel in report["top"]]
+        parts.append(table(f"Longest kernels of {report['of']}, {report['shape']}", ("kernel", "ms", "calls"), rows))
     return "\n\n".join(part for part in parts if part)
 
 
-def _products(found: Sequence[Fields]) -> str:
+def _products(reports: Sequence[Fields]) -> str:
     """One row a weight, one column a number of rows: Baton's time and how many times that of one `linear`."""
-    counts = sorted({one["rows"] for one in found})
+    counts = sorted({report["rows"] for report in reports})
     weights: dict[tuple[str, str, int, int], dict[int, str]] = {}
-    for one in found:
-        key = one["shape"], one["matrix"], one["outputs"], one["inputs"]
-        rate = f"{one['tflops']:.0f} TFLOP/s" if one["rows"] >= 256 else f"{one['gb_per_s']:,.0f} GB/s"
-        weights.setdefault(key, {})[one["rows"]] = f"{number(one['us'])} µs, {rate}, × {one['ratio']:.2f}"
+    for report in reports:
+        key = report["shape"], report["matrix"], report["outputs"], report["inputs"]
+        rate = f"{report['tflops']:.0f} TFLOP/s" if report["rows"] >= 256 else f"{report['gb_per_s']:,.0f} GB/s"
+        weights.setdefault(key, {})[report["rows"]] = f"{number(report['us'])} µs, {rate}, × {report['ratio']:.2f}"
     rows = [
         (shape, f"{matrix} {outputs:,} × {inputs:,}", *(cells.get(count) for count in counts))
         for (shape, matrix, outputs, inputs), cells in weights.items()
@@ -173,25 +190,25 @@ def _products(found: Sequence[Fields]) -> str:
     return table(title, ("shape", "weight", *(f"{count:,}" for count in counts)), rows)
 
 
-def _attention(found: Sequence[Fields]) -> str:
+def _attention(reports: Sequence[Fields]) -> str:
     names = ("shape", "case", "us", "gb_per_s", "tflops", "sdpa_us", "sdpa_tflops")
     columns = ("shape", "sequences x keys", "µs", "GB/s", "TFLOP/s", "SDPA, µs", "SDPA, TFLOP/s")
-    return table("Attention of one layer", columns, [[one.get(name) for name in names] for one in found])
+    return table("Attention of one layer", columns, [[report.get(name) for name in names] for report in reports])
 
 
-def _norms(found: Sequence[Fields]) -> str:
+def _norms(reports: Sequence[Fields]) -> str:
     names = ("rows", "width", "us", "torch_us", "gb_per_s")
     return table(
         "Norms with an addition",
         ("rows", "width", "µs", "torch, µs", "GB/s"),
-        [[one[name] for name in names] for one in found],
+        [[report[name] for name in names] for report in reports],
     )
 
 
-def _sampler(found: Sequence[Fields], copies: Sequence[Fields]) -> str:
-    rows = [(one["kind"], one["logits"], one["vocab"], one["ms_a_row"]) for one in found]
+def _sampler(reports: Sequence[Fields], copies: Sequence[Fields]) -> str:
+    rows = [(report["kind"], report["logits"], report["vocab"], report["ms_a_row"]) for report in reports]
     columns = ("sampling", "logits", "vocabulary", "ms a row")
-    moved = [(one["rows"], one["vocab"], one["ms"], one["gb_per_s"]) for one in copies]
+    moved = [(report["rows"], report["vocab"], report["ms"], report["gb_per_s"]) for report in copies]
     parts = (
         table("The sampler on the host", columns, rows),
         table("Logits to the host", ("rows", "vocabulary", "ms", "GB/s"), moved),
@@ -199,30 +216,32 @@ def _sampler(found: Sequence[Fields], copies: Sequence[Fields]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _digests(found: Sequence[Fields]) -> str:
-    rows = [(one["blocks"], one["bytes"], one["ms"], one["gb_per_s"]) for one in found]
+def _digests(reports: Sequence[Fields]) -> str:
+    rows = [(report["blocks"], report["bytes"], report["ms"], report["gb_per_s"]) for report in reports]
     return table("Digests of blocks in VRAM", ("blocks", "bytes", "ms", "GB/s"), rows)
 
 
-def _cublas(found: Sequence[Fields]) -> str:
+def _cublas(reports: Sequence[Fields]) -> str:
     names = ("columns", "width", "rows", "differing", "bits_equal")
     columns = ("outputs", "inputs", "rows", "differing numbers", "all equal")
-    return table("Bits of cuBLAS beside one sum in order", columns, [[one[name] for name in names] for one in found])
+    return table(
+        "Bits of cuBLAS beside one sum in order", columns, [[report[name] for name in names] for report in reports]
+    )
 
 
-def _hand_offs(found: Sequence[Fields]) -> str:
+def _hand_offs(reports: Sequence[Fields]) -> str:
     names = ("shape", "tokens", "digests", "ttft_ms", "ttft_alone_ms", "step_ms", "bytes", "gb_per_s")
     columns = ("shape", "tokens", "digests", "TTFT, ms", "prompt alone, ms", "a step, ms", "bytes", "GB/s of reads")
-    rows = [[*(one[name] for name in names), one["after_last_chunk_ms"]] for one in found]
+    rows = [[*(report[name] for name in names), report["after_last_chunk_ms"]] for report in reports]
     return table("A pair on the one GPU", (*columns, "arrival after the last chunk, ms"), rows)
 
 
 def _lanes(pair: Sequence[Line]) -> str:
     """Which lanes UCX chose, and what could not be measured since it isn't built."""
     rows = []
-    for one in _reports(pair, "lane"):
-        reads = one["reads"] if isinstance(one["reads"], list) else [one["reads"]]
-        rows += [(one["digests"], one["of"], text) for text in reads]
+    for report in _reports(pair, "lane"):
+        reads = report["reads"] if isinstance(report["reads"], list) else [report["reads"]]
+        rows += [(report["digests"], report["of"], text) for text in reads]
     parts = [table("Lanes of reads, as UCX says", ("digests", "of", "operation: bytes: lane"), rows)]
     parts += [
         f"Not built: {line['name']}: {line['fields']['not_built']}."

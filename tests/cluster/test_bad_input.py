@@ -16,7 +16,7 @@ from baton.messages.generation import GenerateRequest
 from baton.runner import SimulatedSpec
 from baton.runner.simulated import SimulatedRunner
 from baton.v1 import generation_pb2, generation_pb2_grpc
-from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
+from tests.support.mini_cluster import MiniCluster, mini_cluster
 
 pytestmark = pytest.mark.one_transport
 
@@ -27,7 +27,6 @@ GOOD = GenerateRequest(prompt=[1, 2, 3], temperature=0.0, max_tokens=4)
 
 @asynccontextmanager
 async def cluster(tmp_path: Path) -> AsyncIterator[MiniCluster]:
-    simulated_model_dir(tmp_path, VOCAB, MODEL_LEN)
     spec = SimulatedSpec(num_blocks=128, vocab_size=VOCAB, max_model_len=MODEL_LEN)
     async with mini_cluster(lambda name: SimulatedRunner(spec), tmp_path, token_ids_only=True) as running:
         yield running

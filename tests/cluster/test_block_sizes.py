@@ -18,13 +18,14 @@ from baton.runner import SimulatedSpec, StepTime
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.simulated import SimulatedRunner, expected_tokens
+from baton.runner.simulated import SimulatedRunner
 from baton.runner.spec import TorchSpec
 from kv_transfer.backends.nixl import NixlBackend
 from tests.doubles.faulty_transfer_backend import Faults, FaultyTransferBackend
 from tests.oracle.test_token_exact import NEW_TOKENS, generate_with_transformers, make_engine, make_prompts, run_all
 from tests.support.caller import Answer
-from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt, simulated_model_dir
+from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt
+from tests.support.simulated_oracle import expected_tokens
 from tests.support.step_gate import StepGate
 from tests.support.tiny_models import TINY_MODELS
 
@@ -132,7 +133,6 @@ async def events(cluster: MiniCluster, node_id: str, name: str, key: str) -> lis
 @pytest.mark.one_transport
 @pytest.mark.parametrize(("prefill", "decode"), [(16, 32), (32, 16), (32, 8)])
 async def test_of_a_prefix_that_is_here_nothing_is_read(tmp_path: Path, prefill: int, decode: int) -> None:
-    simulated_model_dir(tmp_path, 256, 1024)
     rng = Random(7)
     prefix = random_prompt(rng, 112, 256)
     prompts = {f"r{length}": prefix + random_prompt(rng, length, 256) for length in (1, 16, 50)}
@@ -179,7 +179,6 @@ async def test_a_hit_behind_a_block_that_a_window_cuts_reads_nothing_old(
     ("transport", "prefill", "decode"), [("default", 16, 32), ("tcp", 32, 16)], indirect=["transport"]
 )
 async def test_blocks_are_read_while_the_rest_is_computed(tmp_path: Path, prefill: int, decode: int) -> None:
-    simulated_model_dir(tmp_path, 256, 1024)
     chunk, num_chunks = 80, 6
     gate = StepGate(allowed=num_chunks - 1)
 
@@ -210,7 +209,6 @@ async def test_blocks_are_read_while_the_rest_is_computed(tmp_path: Path, prefil
 async def test_wrong_bytes_are_noticed(
     tmp_path: Path, prefill: int, decode: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    simulated_model_dir(tmp_path, 256, 1024)
     prompts = {f"r{number}": random_prompt(Random(number), 40 + number, 256) for number in range(6)}
     backends: list[FaultyTransferBackend] = []
 
@@ -237,7 +235,6 @@ async def test_wrong_bytes_are_noticed(
 
 @pytest.mark.one_transport
 async def test_sizes_that_dont_fit_make_no_pair(tmp_path: Path) -> None:
-    simulated_model_dir(tmp_path, 256, 1024)
     prompts = {f"r{number}": random_prompt(Random(number), 60, 256) for number in range(8)}
     sizes = {"prefill-0": 16, "prefill-1": 48, "decode-0": 24, "decode-1": 32}
 

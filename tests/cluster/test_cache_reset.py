@@ -15,7 +15,7 @@ from baton.errors import CacheInUse
 from baton.messages.generation import GenerateRequest
 from baton.runner import SimulatedSpec, StepTime
 from baton.runner.simulated import SimulatedRunner
-from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
+from tests.support.mini_cluster import MiniCluster, mini_cluster
 
 pytestmark = [pytest.mark.one_transport, pytest.mark.usefixtures("forked_commands")]
 
@@ -32,7 +32,6 @@ async def count_cached_tokens(cluster: MiniCluster, request_id: str) -> int:
 
 
 async def test_a_reset_cache_is_empty_and_the_router_knows_it(tmp_path: Path) -> None:
-    simulated_model_dir(tmp_path, 256, 512)
     async with mini_cluster(lambda _: SimulatedRunner(SPEC), tmp_path, token_ids_only=True) as cluster:
         assert [await count_cached_tokens(cluster, f"r{number}") for number in range(2)] == [0, 64]
         nodes = ("prefill-0", "decode-0")
@@ -50,7 +49,6 @@ async def test_a_reset_cache_is_empty_and_the_router_knows_it(tmp_path: Path) ->
 
 
 async def test_a_cache_in_use_is_not_reset_and_the_error_says_what_uses_it(tmp_path: Path) -> None:
-    simulated_model_dir(tmp_path, 256, 512)
     slow = replace(SPEC, step_time=StepTime(per_step=0.05), sleep=time.sleep)
     async with mini_cluster(lambda _: SimulatedRunner(slow), tmp_path, token_ids_only=True) as cluster:
         operator = OperatorClient(cluster.router.operator)

@@ -14,9 +14,10 @@ from baton.errors import Cancelled, DeadlineExceeded
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec, StepTime
-from baton.runner.simulated import SimulatedRunner, expected_tokens
+from baton.runner.simulated import SimulatedRunner
 from baton.v1 import generation_pb2, generation_pb2_grpc
-from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt, simulated_model_dir
+from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt
+from tests.support.simulated_oracle import expected_tokens
 from tests.support.step_gate import StepGate
 
 CHUNK = 32
@@ -31,8 +32,6 @@ def _spec(gate: StepGate | None = None) -> SimulatedSpec:
 
 @asynccontextmanager
 async def gated_cluster(tmp_path: Path, prefill: StepGate, decode: StepGate) -> AsyncIterator[MiniCluster]:
-    simulated_model_dir(tmp_path, 256, 512)
-
     def make_runner(node_id: str) -> SimulatedRunner:
         return SimulatedRunner(_spec(prefill if node_id.startswith("prefill") else decode))
 

@@ -18,10 +18,11 @@ from baton.runner import SimulatedSpec
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.simulated import SimulatedRunner, expected_beams
+from baton.runner.simulated import SimulatedRunner
 from baton.runner.spec import TorchSpec
 from tests.support.caller import Answer
-from tests.support.mini_cluster import mini_cluster, random_prompt, simulated_model_dir
+from tests.support.mini_cluster import mini_cluster, random_prompt
+from tests.support.simulated_oracle import expected_beams
 from tests.support.tiny_models import TINY_MODELS
 
 pytestmark = pytest.mark.one_transport
@@ -70,7 +71,6 @@ def sequences(answer: Answer, search: dict[str, Any]) -> list[list[int]]:
 
 async def test_simulated_nodes_search_too(tmp_path: Path) -> None:
     spec = SimulatedSpec(num_blocks=96, vocab_size=256, max_model_len=512)
-    simulated_model_dir(tmp_path, 256, 512)
     async with mini_cluster(lambda _: SimulatedRunner(spec), tmp_path, token_ids_only=True) as cluster:
         for search in SEARCHES:
             prompt = random_prompt(Random(search["beam_width"]), 40, 256)

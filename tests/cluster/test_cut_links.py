@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from baton.messages.generation import GenerateRequest
-from baton.runner.simulated import expected_tokens
 from tests.cluster.test_cancel import PARAMS, PROMPT, _spec, gated_cluster
 from tests.support.cut_connections import cut_connections_to
 from tests.support.mini_cluster import MiniCluster
+from tests.support.simulated_oracle import expected_tokens
 from tests.support.step_gate import StepGate
 
 pytestmark = pytest.mark.one_transport

@@ -12,7 +12,7 @@ from baton.messages.generation import GenerateRequest
 from baton.runner import SimulatedSpec, StepTime
 from baton.runner.simulated import SimulatedRunner
 from tests.support.metrics_page import read_metrics_samples
-from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
+from tests.support.mini_cluster import MiniCluster, mini_cluster
 
 pytestmark = [pytest.mark.one_transport, pytest.mark.usefixtures("forked_commands")]
 
@@ -45,7 +45,6 @@ async def wait_for_cached_blocks(cluster: MiniCluster, num_blocks: int) -> None:
 
 
 async def test_a_request_goes_where_its_prefix_is_cached_and_explain_says_why(tmp_path: Path) -> None:
-    simulated_model_dir(tmp_path, 256, 512)
     settings = {"max_local_prefill_tokens": 0}
 
     def make_runner(_: str) -> SimulatedRunner:

@@ -24,11 +24,12 @@ from baton.runner import SimulatedSpec, StepTime
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.simulated import SimulatedRunner, expected_tokens
+from baton.runner.simulated import SimulatedRunner
 from baton.runner.spec import TorchSpec
 from tests.support.adapter_files import expert_tensors, lora_tensors, write_adapter, write_simple_adapter
 from tests.support.caller import Answer, TokenCount
-from tests.support.mini_cluster import BOTH_KINDS, MiniCluster, mini_cluster, random_prompt, simulated_model_dir
+from tests.support.mini_cluster import BOTH_KINDS, MiniCluster, mini_cluster, random_prompt
+from tests.support.simulated_oracle import expected_tokens
 from tests.support.tiny_models import TINY_MODELS
 
 pytestmark = pytest.mark.one_transport
@@ -79,7 +80,7 @@ async def test_adapters_and_the_base_model_side_by_side_through_reloads_and_dead
     first, second = open_adapter(one).digest(), open_adapter(two).digest()
     async with mini_cluster(
         lambda _: SimulatedRunner(replace(SPEC, sleep=time.sleep)),
-        simulated_model_dir(tmp_path, 256, 512),
+        tmp_path,
         decode=2,
         token_ids_only=True,
         router_settings={**BOTH_KINDS, "lora_modules": f"one={one}"},

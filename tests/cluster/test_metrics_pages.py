@@ -27,7 +27,7 @@ from baton.runner.simulated import SimulatedRunner
 from baton.wire.server.event_loop import RpcEventLoop
 from kv_transfer.figures import failure_figures
 from tests.support.metrics_page import read_metrics_samples, read_metrics_text
-from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
+from tests.support.mini_cluster import MiniCluster, mini_cluster
 from tests.support.outside import assert_as_frozen
 from tests.support.step_gate import StepGate
 
@@ -46,7 +46,6 @@ async def page(cluster: MiniCluster, node_id: str) -> dict[str, float]:
 
 
 async def test_a_prompt_in_transfer_is_shown_by_both_nodes(tmp_path: Path) -> None:
-    simulated_model_dir(tmp_path, 256, 512)
     gate = StepGate(allowed=0)
     held = SimulatedSpec(num_blocks=96, vocab_size=256, max_model_len=512, step_time=StepTime(1.0), sleep=gate)
 
@@ -132,7 +131,6 @@ def make_runner(node_id: str) -> SimulatedRunner:
 @asynccontextmanager
 async def cluster_after_requests(directory: Path) -> AsyncIterator[MiniCluster]:
     """Yield a cluster that has served two requests and refused one."""
-    simulated_model_dir(directory, 256, 512)
     async with mini_cluster(make_runner, directory, token_ids_only=True, metrics_port=0) as cluster:
         for seed in (1, 2):
             answer = await cluster.generate(GenerateRequest([seed] * 40, temperature=0.0, max_tokens=4))

@@ -15,11 +15,12 @@ from baton.errors import BackgroundFault
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec
-from baton.runner.simulated import SimulatedRunner, expected_tokens
+from baton.runner.simulated import SimulatedRunner
 from decode_node.app import DecodeRole
 from prefill_node.app import PrefillRole
-from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt, simulated_model_dir
+from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt
 from tests.support.parts_runner import PartsRunner
+from tests.support.simulated_oracle import expected_tokens
 
 NUM_LAYERS = 6
 SPEC = SimulatedSpec(num_blocks=192, vocab_size=256, max_model_len=512, num_layers=NUM_LAYERS)
@@ -38,7 +39,6 @@ async def cluster_of(
     runners: dict[str, PartsRunner] | None = None,
 ) -> AsyncIterator[MiniCluster]:
     """A pair of nodes that are divided so. `runners`: takes the runners of those that are in parts."""
-    simulated_model_dir(directory, 256, 512)
     with ExitStack() as stack:
 
         def make_runner(node_id: str) -> SimulatedRunner:

@@ -10,10 +10,11 @@ from baton.errors import DeadlineExceeded, WouldBeLate
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec, StepTime
-from baton.runner.simulated import SimulatedRunner, expected_tokens
+from baton.runner.simulated import SimulatedRunner
 from decode_node.app import DecodeRole
 from prefill_node.app import PrefillRole
-from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt, simulated_model_dir
+from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt
+from tests.support.simulated_oracle import expected_tokens
 from tests.support.step_gate import StepGate
 
 SPEC = SimulatedSpec(num_blocks=96, vocab_size=256, max_model_len=512)
@@ -38,7 +39,6 @@ async def _assert_nothing_is_left(cluster: MiniCluster, *node_ids: str) -> None:
 
 async def test_a_request_that_ends_with_its_first_token_leaves_no_offer(tmp_path: Path) -> None:
     """The decode node is busy in a step and never subscribes to the prompt."""
-    simulated_model_dir(tmp_path, 256, 512)
     gate = StepGate(allowed=0)
     held = SimulatedSpec(num_blocks=96, vocab_size=256, max_model_len=512, step_time=StepTime(1.0), sleep=gate)
 
@@ -58,7 +58,6 @@ async def test_a_request_that_ends_with_its_first_token_leaves_no_offer(tmp_path
 
 
 async def test_nothing_is_left_of_many_requests_of_which_half_leave_early(tmp_path: Path) -> None:
-    simulated_model_dir(tmp_path, 256, 512)
     rng = Random(2)
     prompts = [random_prompt(rng, length, 256) for length in (3, 15, 16, 17, 64, 100, 300) for _ in range(4)]
     async with mini_cluster(

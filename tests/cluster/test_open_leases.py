@@ -19,7 +19,7 @@ from baton.runner.simulated import SimulatedRunner
 from baton.v1 import operator_pb2, operator_pb2_grpc
 from baton.wire.clients.node_client import NodeClient
 from baton.wire.codec.operator import CLUSTER_STATUS
-from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
+from tests.support.mini_cluster import MiniCluster, mini_cluster
 from tests.support.step_gate import StepGate
 
 pytestmark = pytest.mark.usefixtures("forked_commands")
@@ -54,7 +54,6 @@ async def shown(cluster: MiniCluster, *words: str) -> Any:
 
 @pytest.mark.one_transport
 async def test_a_lease_is_listed_from_both_nodes_until_it_ends(tmp_path: Path) -> None:
-    simulated_model_dir(tmp_path, 256, 512)
     gate = StepGate(allowed=1)
     held = replace(SPEC, step_time=StepTime(1.0), sleep=gate)
 
@@ -93,8 +92,6 @@ async def test_a_lease_is_listed_from_both_nodes_until_it_ends(tmp_path: Path) -
 
 @pytest.mark.one_transport
 async def test_a_link_refused_for_its_layout_is_shown_at_both_nodes(tmp_path: Path) -> None:
-    simulated_model_dir(tmp_path, 256, 512)
-
     def make_runner(node_id: str) -> SimulatedRunner:
         return SimulatedRunner(SPEC) if node_id.startswith("prefill") else MislabelledRunner(replace(SPEC, head_dim=16))
 

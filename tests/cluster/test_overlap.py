@@ -9,8 +9,9 @@ from random import Random
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec, StepTime
-from baton.runner.simulated import SimulatedRunner, expected_tokens
-from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt, simulated_model_dir
+from baton.runner.simulated import SimulatedRunner
+from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt
+from tests.support.simulated_oracle import expected_tokens
 from tests.support.step_gate import StepGate
 
 BLOCK_SIZE = 16
@@ -25,7 +26,6 @@ async def _until_read(cluster: MiniCluster, num_blocks: int) -> None:
 
 
 async def test_all_but_the_last_chunk_are_read_before_it_is_computed(tmp_path: Path) -> None:
-    simulated_model_dir(tmp_path, 256, 1024)
     gate = StepGate(allowed=NUM_CHUNKS - 1)
     spec = SimulatedSpec(num_blocks=256, vocab_size=256, max_model_len=1024, block_size=BLOCK_SIZE)
     gated = SimulatedSpec(

@@ -16,6 +16,7 @@ from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
 from tests.doubles.fake_rank_group import FakeRankGroup
+from tests.doubles.fake_stages import FakeStages
 from tests.oracle.test_token_exact import NEW_TOKENS, generate_with_transformers, make_prompts
 from tests.support.mini_cluster import mini_cluster
 from tests.support.tiny_models import TINY_MODELS
@@ -37,6 +38,7 @@ class Runners:
                 self._directory, dtype="float32", num_blocks=96, tensor_parallel=shape.tp, pipeline_parallel=shape.pp
             ),
             start_ranks=FakeRankGroup,
+            start_stages=FakeStages.start,
         )
         self.made[node_id] = self._stack.enter_context(closing(runner))
         return runner

@@ -17,11 +17,12 @@ from baton.runner import SimulatedSpec
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.simulated import SimulatedRunner, expected_tokens
+from baton.runner.simulated import SimulatedRunner
 from baton.runner.spec import TorchSpec
 from tests.cluster.test_sampled import alone
 from tests.support.caller import Answer
-from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt, simulated_model_dir
+from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt
+from tests.support.simulated_oracle import expected_tokens
 from tests.support.tiny_models import TINY_MODELS
 
 pytestmark = pytest.mark.one_transport
@@ -111,7 +112,6 @@ async def test_the_best_of_many_has_the_largest_logprob(tmp_path: Path) -> None:
 
 
 async def test_the_prompt_is_computed_and_pulled_once(tmp_path: Path) -> None:
-    simulated_model_dir(tmp_path, 256, 512)
     prompt = random_prompt(Random(1), 70, 256)
     async with mini_cluster(
         lambda node_id: SimulatedRunner(SPEC), tmp_path, token_ids_only=True, max_num_batched_tokens=32
@@ -132,7 +132,6 @@ async def test_the_prompt_is_computed_and_pulled_once(tmp_path: Path) -> None:
 
 
 async def test_the_other_sequences_continue_when_sequence_0_ends_with_its_first_token(tmp_path: Path) -> None:
-    simulated_model_dir(tmp_path, 256, 512)
     prompt = random_prompt(Random(2), 40, 256)
     first = expected_tokens(prompt, SamplingParams(seed=5, max_tokens=1), SPEC)
     async with mini_cluster(lambda node_id: SimulatedRunner(SPEC), tmp_path, token_ids_only=True) as cluster:
@@ -153,7 +152,6 @@ async def test_the_other_sequences_continue_when_sequence_0_ends_with_its_first_
 async def test_sequences_that_do_not_fit_together_are_preempted_and_keep_their_tokens(
     tmp_path: Path, num_blocks: int
 ) -> None:
-    simulated_model_dir(tmp_path, 256, 512)
     spec = SimulatedSpec(num_blocks=num_blocks, vocab_size=256, max_model_len=512)
     prompt = random_prompt(Random(3), 50, 256)
     async with mini_cluster(lambda node_id: SimulatedRunner(spec), tmp_path, token_ids_only=True) as cluster:
@@ -166,7 +164,6 @@ async def test_sequences_that_do_not_fit_together_are_preempted_and_keep_their_t
 
 
 async def test_128_sequences_run_on_nodes_with_few_seats_and_delay_nobody_for_long(tmp_path: Path) -> None:
-    simulated_model_dir(tmp_path, 256, 512)
     prompt = random_prompt(Random(1), 40, 256)
     ended: list[str] = []
     async with mini_cluster(
@@ -192,7 +189,6 @@ async def test_128_sequences_run_on_nodes_with_few_seats_and_delay_nobody_for_lo
 
 
 async def test_a_client_that_leaves_ends_all_of_its_128_sequences(tmp_path: Path) -> None:
-    simulated_model_dir(tmp_path, 256, 512)
     prompt = random_prompt(Random(1), 40, 256)
     async with mini_cluster(
         lambda node_id: SimulatedRunner(SPEC), tmp_path, token_ids_only=True, max_num_seqs=4

@@ -1,4 +1,4 @@
-"""Nodes whose stages have KV caches of their own hand over to nodes divided in other ways: tokens are generate()'s."""
+"""Nodes in stages hand over to nodes divided in other ways: tokens are generate()'s."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from baton.messages.generation import GenerateRequest
 from baton.messages.operator import ClusterStatus, DrainProgress, NodeStatus
 from baton.runner import SimulatedSpec, StepTime
 from baton.runner.simulated import SimulatedRunner
-from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt, simulated_model_dir
+from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt
 
 pytestmark = pytest.mark.one_transport
 
@@ -110,7 +110,6 @@ class Operator:
 
 @asynccontextmanager
 async def cluster_under_load(directory: Path, **sizes: int) -> AsyncIterator[tuple[MiniCluster, Operator, Load]]:
-    simulated_model_dir(directory, 256, 512)
     async with mini_cluster(lambda _: SimulatedRunner(SLOW), directory, **SETTINGS, **sizes) as cluster:  # type: ignore[arg-type]
         operator = Operator(cluster)
         load = Load(cluster)

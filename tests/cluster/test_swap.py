@@ -13,8 +13,9 @@ import pytest
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec, StepTime
-from baton.runner.simulated import SimulatedRunner, expected_tokens
-from tests.support.mini_cluster import mini_cluster, random_prompt, simulated_model_dir
+from baton.runner.simulated import SimulatedRunner
+from tests.support.mini_cluster import mini_cluster, random_prompt
+from tests.support.simulated_oracle import expected_tokens
 
 SPEC = SimulatedSpec(
     block_size=4,
@@ -45,7 +46,6 @@ def make_runner(node_id: str) -> SimulatedRunner:
     indirect=["transport"],
 )
 async def test_tokens_do_not_depend_on_how_requests_are_preempted(tmp_path: Path, mode: str, ahead: str) -> None:
-    simulated_model_dir(tmp_path, 997, 88)
     rng = Random(7)
     shared = random_prompt(rng, 12, 997)
     prompts = [shared * (i % 2) + random_prompt(rng, 3 * i + 1, 997) for i in range(10)]

@@ -4,20 +4,94 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from baton.runner import SimulatedSpec
 from baton.runner.simulated import SimulatedRunner
-from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
-from tests.support.trace_receiver import ReceivedSpan, trace_receiver
+from tests.support.mini_cluster import MiniCluster, mini_cluster
 
 pytestmark = pytest.mark.one_transport
 
 SPEC = SimulatedSpec(num_blocks=96, vocab_size=256, max_model_len=512)
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT_ID = "b7ad6b7169203331"
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedSpan:
+    """One span; ids in hexadecimal digits, times of the day in nanoseconds."""
+
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    begun_ns: int
+    ended_ns: int
+    failed: bool
+    service: str
+    attributes: dict[str, str | int | float]
+
+
+@dataclass(slots=True)
+class TraceReceiver:
+    """The spans that were received so far."""
+
+    address: str = ""
+    spans: list[ReceivedSpan] = field(default_factory=list)
+
+    def take(self, body: bytes) -> None:
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            service = next(a.value.string_value for a in resource.resource.attributes if a.key == "service.name")
+            for scope in resource.scope_spans:
+                for span in scope.spans:
+                    attributes = {a.key: getattr(a.value, a.value.WhichOneof("value") or "") for a in span.attributes}
+                    self.spans.append(
+                        ReceivedSpan(
+                            span.name,
+                            span.trace_id.hex(),
+                            span.span_id.hex(),
+                            span.parent_span_id.hex(),
+                            span.start_time_unix_nano,
+                            span.end_time_unix_nano,
+                            span.status.code == span.status.STATUS_CODE_ERROR,
+                            service,
+                            attributes,
+                        )
+                    )
+
+
+@contextmanager
+def trace_receiver() -> Iterator[TraceReceiver]:
+    """Run a collector on a free port of this host."""
+    received = TraceReceiver()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.take(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            return
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        received.address = f"http://127.0.0.1:{server.server_address[1]}"
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield received
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 async def complete(cluster: MiniCluster, request_id: str, traceparent: str) -> None:
@@ -37,7 +111,6 @@ async def complete(cluster: MiniCluster, request_id: str, traceparent: str) -> N
 
 async def spans_of(tmp_path: Path, **requests: str) -> list[ReceivedSpan]:
     """What was received of these requests, each with its traceparent."""
-    simulated_model_dir(tmp_path, 256, 512)
     with trace_receiver() as received, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", received.address)
         async with mini_cluster(lambda _: SimulatedRunner(SPEC), tmp_path, token_ids_only=True) as cluster:

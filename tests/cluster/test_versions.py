@@ -24,7 +24,7 @@ from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.layout import PROTOCOL_VERSION
 from prefill_node.app import PrefillRole
 from tests.doubles.fake_registry import FakeRegistry
-from tests.support.mini_cluster import CLUSTER, MiniCluster, mini_cluster, random_prompt, simulated_model_dir
+from tests.support.mini_cluster import CLUSTER, MiniCluster, mini_cluster, random_prompt
 
 pytestmark = pytest.mark.one_transport
 
@@ -73,7 +73,6 @@ async def wait_for_statuses(operator: OperatorClient, wanted: dict[str, str]) ->
 
 
 async def test_nodes_of_incompatible_versions_are_never_paired(tmp_path: Path) -> None:
-    simulated_model_dir(tmp_path, 256, 512)
     settings = {"token_ids_only": True, "max_num_batched_tokens": 64}
     async with mini_cluster(lambda _: SimulatedRunner(SPEC), tmp_path, **settings) as cluster:  # type: ignore[arg-type]
         operator = OperatorClient(cluster.router.operator)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -43,10 +44,14 @@ from tests.doubles.fake_connector import FakeConnector
 from tests.doubles.fake_transfer_backend import FakeTransferFabric
 from tests.doubles.faulty_transfer_backend import Faults, FaultyTransferBackend
 from tests.support.handoff_rig import (
+    ATTEMPT,
     BLOCK_BYTES,
     HEARTBEAT_S,
+    KEY,
     LAYOUT,
     NUM_BLOCKS,
+    OURS,
+    THEIRS,
     VOCAB_SIZE,
     WITHIN_S,
     AnnouncingBackend,
@@ -62,11 +67,6 @@ from tests.support.handoff_rig import (
     write_block,
 )
 
-KEY = "req#1"
-ATTEMPT = AttemptKey("req", 1)
-THEIRS = [5, 6, 7, 20, 21]
-OURS = [40, 41, 42, 43, 10]
-
 
 @pytest.fixture
 async def rig() -> AsyncIterator[HandoffRig]:
@@ -75,85 +75,74 @@ async def rig() -> AsyncIterator[HandoffRig]:
 
 
 async def test_bytes_and_first_token_arrive_and_the_lease_ends(rig: HandoffRig) -> None:
-    prefill = rig.sender.request(KEY, 18)
-    decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
+    prefill = rig.sender.request()
+    decode = rig.reserve()
     measured = StageTimings(queue_ms=4.5, prefill_ms=40.0, cached_tokens=16)
     rig.sender.handoff.timed(ATTEMPT, measured)
-    assert rig.sender.finish(prefill, THEIRS) is BlockFate.LEASED
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
-    assert rig.receiver.recorder.arrived[KEY] == (7,)
+    assert rig.sender.finish(prefill) is BlockFate.LEASED
+    assert await rig.receiver.recorder.arrival() == (7,)
     assert rig.receiver.intake.prompt_timings(ATTEMPT) == measured
-    rig.assert_blocks(KEY, OURS)
+    rig.assert_blocks()
     stats = rig.receiver.connector.stats(ATTEMPT)
     assert stats is not None
     assert stats.num_bytes == 5 * BLOCK_BYTES
     assert rig.sender.recorder.released == [KEY]
     assert "lease_released" in rig.sender.recorder.names(KEY)
-    assert rig.receiver.finish(decode, OURS, transferring=False) is BlockFate.FREE
+    assert rig.receiver.finish(decode, transferring=False) is BlockFate.FREE
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 17, 20])
 async def test_prompts_of_any_length_arrive_whole(rig: HandoffRig, num_tokens: int) -> None:
     num_blocks = -(-num_tokens // 4)
-    rig.receiver.reserve(KEY, num_tokens, rig.sender.source, OURS[:num_blocks])
+    rig.reserve(KEY, num_tokens, OURS[:num_blocks])
     rig.sender.finish(rig.sender.request(KEY, num_tokens), THEIRS[:num_blocks])
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
-    rig.assert_blocks(KEY, OURS[:num_blocks])
+    await rig.receiver.recorder.arrival()
+    rig.assert_blocks(block_ids=OURS[:num_blocks])
 
 
 async def test_full_blocks_are_read_while_the_prompt_is_computed(rig: HandoffRig) -> None:
-    prefill = rig.sender.request(KEY, 18)
-    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-    rig.sender.compute(prefill, THEIRS, 6)
-    await rig.sender.recorder.wait_until(lambda: ("read_progress", KEY, 1, "") in rig.sender.recorder.events)
-    rig.sender.compute(prefill, THEIRS, 13)
-    await rig.sender.recorder.wait_until(lambda: ("read_progress", KEY, 3, "") in rig.sender.recorder.events)
+    prefill = rig.sender.request()
+    rig.reserve()
+    rig.sender.compute(prefill, 6)
+    await rig.sender.recorder.wait_for_event("read_progress", value=1)
+    rig.sender.compute(prefill, 13)
+    await rig.sender.recorder.wait_for_event("read_progress", value=3)
     assert "closing_offered" not in rig.sender.recorder.names(KEY)
-    rig.sender.finish(prefill, THEIRS)
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
+    rig.sender.finish(prefill)
+    await rig.receiver.recorder.arrival()
     started = [value for name, _, value, _ in rig.receiver.recorder.events if name == "read_started"]
     assert started == [1, 2, 2]
-    rig.assert_blocks(KEY, OURS)
+    rig.assert_blocks()
 
 
 async def test_blocks_cached_at_the_receiver_are_not_read(rig: HandoffRig) -> None:
-    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS, num_local=8)
-    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
-    rig.assert_blocks(KEY, OURS, first=2)
+    rig.reserve(num_local=8)
+    rig.sender.finish()
+    await rig.receiver.recorder.arrival()
+    rig.assert_blocks(first=2)
 
 
 async def test_an_offer_waits_for_its_subscription(rig: HandoffRig) -> None:
-    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    await rig.sender.recorder.wait_for_event("closing_offered", KEY)
+    rig.sender.finish()
+    await rig.sender.recorder.wait_for_event("closing_offered")
     assert rig.sender.handoff.book.state(ATTEMPT) is LeaseState.GRANTED
-    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
-    rig.assert_blocks(KEY, OURS)
+    rig.reserve()
+    await rig.receiver.recorder.arrival()
+    rig.assert_blocks()
 
 
 async def test_a_hand_off_over_nixl_arrives_whole() -> None:
     # Incarnations name NIXL agents, so a test with two rigs would need other names.
     async with HandoffRig(make_backend=lambda incarnation, memory, recorder: NixlBackend(incarnation, memory)) as rig:
-        prefill = rig.sender.request(KEY, 18)
-        decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-        rig.sender.compute(prefill, THEIRS, 9)
-        await rig.sender.recorder.wait_for_event("read_progress", KEY)
-        rig.sender.finish(prefill, THEIRS)
-        await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
-        rig.assert_blocks(KEY, OURS)
+        prefill = rig.sender.request()
+        decode = rig.reserve()
+        rig.sender.compute(prefill, 9)
+        await rig.sender.recorder.wait_for_event("read_progress")
+        rig.sender.finish(prefill)
+        await rig.receiver.recorder.arrival()
+        rig.assert_blocks()
         assert rig.sender.recorder.released == [KEY]
-        assert rig.receiver.finish(decode, OURS, transferring=False) is BlockFate.FREE
-
-
-async def test_a_block_that_changed_since_it_was_computed_is_not_used(rig: HandoffRig) -> None:
-    prefill = rig.sender.request(KEY, 18)
-    rig.sender.finish(prefill, THEIRS)
-    write_block(rig.sender.memory, THEIRS[3], b"\x01" * BLOCK_BYTES)
-    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
-    assert f"block {OURS[3]} is not what p0 computed" in rig.receiver.recorder.failed[KEY].detail
-    assert KEY not in rig.receiver.recorder.arrived
+        assert rig.receiver.finish(decode, transferring=False) is BlockFate.FREE
 
 
 # The valid blocks of a failed load: the receiver and the fake connector of the engine's tests agree.
@@ -176,14 +165,15 @@ async def test_blocks_before_the_first_wrong_one_are_valid(
     num_local: int, damaged: int, make_backend: MakeBackend | None
 ) -> None:
     async with HandoffRig(make_backend=make_backend, keeps_valid_blocks=True) as rig:
-        prefill = rig.sender.request(KEY, 18)
-        rig.sender.finish(prefill, THEIRS)
+        prefill = rig.sender.request()
+        rig.sender.finish(prefill)
         write_block(rig.sender.memory, THEIRS[damaged], b"\x01" * BLOCK_BYTES)
-        rig.receiver.reserve(KEY, 18, rig.sender.source, OURS, num_local)
-        await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
-        lost = rig.receiver.recorder.failed[KEY]
+        rig.reserve(num_local=num_local)
+        lost = await rig.receiver.recorder.failure()
+        assert f"block {OURS[damaged]} is not what p0 computed" in lost.detail
+        assert not rig.receiver.recorder.arrived
         assert lost.num_valid_blocks == lost_by_fake_connector(num_local, damaged).num_valid_blocks == damaged
-        rig.assert_blocks(KEY, OURS[:damaged], first=num_local // 4)
+        rig.assert_blocks(block_ids=OURS[:damaged], first=num_local // 4)
 
 
 @pytest.mark.parametrize("make_backend", [None, nixl_backend], ids=["memory", "nixl"])
@@ -191,37 +181,35 @@ async def test_blocks_that_were_confirmed_before_the_sender_was_lost_are_valid(
     make_backend: MakeBackend | None,
 ) -> None:
     async with HandoffRig(make_backend=make_backend, keeps_valid_blocks=True) as rig:
-        prefill = rig.sender.request(KEY, 18)
-        decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-        rig.sender.compute(prefill, THEIRS, 6)
-        await rig.receiver.recorder.wait_for_event("prefix_verified", KEY)
-        rig.sender.compute(prefill, THEIRS, 13)
-        await rig.receiver.recorder.wait_until(lambda: ("prefix_verified", KEY, 3, "") in rig.receiver.recorder.events)
+        prefill = rig.sender.request()
+        decode = rig.reserve()
+        rig.sender.compute(prefill, 6)
+        await rig.receiver.recorder.wait_for_event("prefix_verified")
+        rig.sender.compute(prefill, 13)
+        await rig.receiver.recorder.wait_for_event("prefix_verified", value=3)
         await rig.sender.server.stop(None)
-        await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
-        lost = rig.receiver.recorder.failed[KEY]
+        lost = await rig.receiver.recorder.failure()
         assert (lost.cause, lost.num_valid_blocks) == (TransferCause.PEER_GONE, 3)
-        rig.assert_blocks(KEY, OURS[:3])
-        rig.receiver.finish(decode, OURS, transferring=True)
-        await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.released == [KEY])
-        rig.sender.finish(prefill, THEIRS)
+        rig.assert_blocks(block_ids=OURS[:3])
+        rig.receiver.finish(decode)
+        await rig.receiver.recorder.release()
+        rig.sender.finish(prefill)
 
 
 async def test_blocks_of_a_read_in_flight_at_the_failure_are_not_valid() -> None:
     async with HandoffRig(keeps_valid_blocks=True) as rig:
-        prefill = rig.sender.request(KEY, 18)
-        decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-        rig.sender.compute(prefill, THEIRS, 9)
-        await rig.receiver.recorder.wait_for_event("prefix_verified", KEY)
+        prefill = rig.sender.request()
+        decode = rig.reserve()
+        rig.sender.compute(prefill, 9)
+        await rig.receiver.recorder.wait_for_event("prefix_verified")
         rig.freeze_reads()
-        rig.sender.finish(prefill, THEIRS)
+        rig.sender.finish(prefill)
         await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.reads_posted > 1)
         await rig.sender.server.stop(None)
-        await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
-        assert rig.receiver.recorder.failed[KEY].num_valid_blocks == 2
-        rig.receiver.finish(decode, OURS, transferring=True)
+        assert (await rig.receiver.recorder.failure()).num_valid_blocks == 2
+        rig.receiver.finish(decode)
         rig.thaw_reads()
-        await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.released == [KEY])
+        await rig.receiver.recorder.release()
 
 
 @pytest.mark.parametrize("make_memory", [new_memory, new_device_memory], ids=["host", "device"])
@@ -230,9 +218,9 @@ async def test_a_sample_of_one_in_two_compares_every_second_block(make_memory: C
         damaged = {"a#1": 3, "b#1": 2, "b#1@1": 3, "c#1@1": 2}
         for number, (key, index) in enumerate(damaged.items()):
             ours, theirs = ([5 * number + start + i for i in range(5)] for start in (1, 101))
-            rig.sender.finish(rig.sender.request(key, 18), theirs)
+            rig.sender.finish(rig.sender.request(key), theirs)
             write_block(rig.sender.memory, theirs[index], b"\x01" * BLOCK_BYTES)
-            rig.receiver.reserve(key, 18, rig.sender.source, ours)
+            rig.reserve(key, block_ids=ours)
         recorder = rig.receiver.recorder
         await recorder.wait_until(lambda: len(recorder.arrived) + len(recorder.failed) == len(damaged))
         assert set(recorder.arrived) == {"a#1", "c#1@1"}
@@ -243,15 +231,15 @@ async def test_a_prompt_arrives_only_once_its_digests_are_computed(rig: HandoffR
     await rig.join()
     gate = rig.receiver.digests.gate
     gate.clear()
-    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
+    rig.reserve()
+    rig.sender.finish()
     await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.has_confirm_read)
-    await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
+    await rig.sender.recorder.release()
     await _wait_until_settled(rig)
     assert rig.receiver.intake.book.state(ATTEMPT) is TransferState.CONFIRMING
     gate.set()
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
-    rig.assert_blocks(KEY, OURS)
+    await rig.receiver.recorder.arrival()
+    rig.assert_blocks()
 
 
 async def test_a_bit_flipped_by_a_read_is_detected() -> None:
@@ -261,10 +249,9 @@ async def test_a_bit_flipped_by_a_read_is_detected() -> None:
         return FaultyTransferBackend(AnnouncingBackend(fabric, incarnation, memory, recorder), Faults(corrupt=1.0))
 
     async with HandoffRig(make_backend=make_backend) as rig:
-        rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-        rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-        await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
-        assert "is not what p0 computed" in rig.receiver.recorder.failed[KEY].detail
+        rig.reserve()
+        rig.sender.finish()
+        assert "is not what p0 computed" in (await rig.receiver.recorder.failure()).detail
         assert rig.receiver.intake.book.failures == {("p0", TransferCause.DIGEST_MISMATCH): 1}
 
 
@@ -280,9 +267,9 @@ async def test_many_transfers_share_one_link(rig: HandoffRig) -> None:
     theirs = {key: [1 + 5 * i + j for j in range(5)] for i, key in enumerate(keys)}
     ours = {key: [NUM_BLOCKS - 1 - 5 * i - j for j in range(5)] for i, key in enumerate(keys)}
     for key in keys:
-        rig.receiver.reserve(key, 18, rig.sender.source, ours[key])
-        prefill = rig.sender.request(key, 18)
-        rig.sender.compute(prefill, theirs[key], 9)
+        rig.reserve(key, block_ids=ours[key])
+        prefill = rig.sender.request(key)
+        rig.sender.compute(prefill, 9, theirs[key])
         rig.sender.finish(prefill, theirs[key])
     await rig.receiver.recorder.wait_until(lambda: len(rig.receiver.recorder.arrived) == len(keys))
     assert rig.sender.handoff.num_links == 1
@@ -292,67 +279,63 @@ async def test_many_transfers_share_one_link(rig: HandoffRig) -> None:
 
 async def test_a_request_that_ended_with_its_first_token_still_brings_valid_blocks(rig: HandoffRig) -> None:
     # The engine puts arrived blocks into its prefix cache: unread ones would poison it.
-    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS, Outcome.STOP)
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
-    rig.assert_blocks(KEY, OURS)
+    rig.reserve()
+    rig.sender.finish(outcome=Outcome.STOP)
+    await rig.receiver.recorder.arrival()
+    rig.assert_blocks()
 
 
 # Aborted by the receiver.
 
 
 async def test_an_abort_by_the_receiver_while_the_link_opens_frees_its_blocks(rig: HandoffRig) -> None:
-    decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-    assert rig.receiver.finish(decode, OURS, transferring=True) is BlockFate.QUARANTINED
-    await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.released == [KEY])
+    decode = rig.reserve()
+    assert rig.receiver.finish(decode) is BlockFate.QUARANTINED
+    await rig.receiver.recorder.release()
     assert rig.receiver.intake.book.state(ATTEMPT) is None
 
 
 async def test_an_abort_by_the_receiver_before_any_offer_frees_both_sides(rig: HandoffRig) -> None:
-    decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-    await rig.receiver.recorder.wait_for_event("subscribed", KEY)
-    assert rig.receiver.finish(decode, OURS, transferring=True) is BlockFate.QUARANTINED
-    await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.released == [KEY])
+    decode = rig.reserve()
+    await rig.receiver.recorder.wait_for_event("subscribed")
+    assert rig.receiver.finish(decode) is BlockFate.QUARANTINED
+    await rig.receiver.recorder.release()
     # What is computed later is not kept for a reader that said no.
     await _wait_until_settled(rig)
-    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
+    rig.sender.finish()
+    await rig.sender.recorder.release()
 
 
 async def test_both_sides_list_a_hand_off_that_is_under_way(rig: HandoffRig) -> None:
     await rig.join()
     rig.freeze_reads()
-    prefill = rig.sender.request(KEY, 18)
-    decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-    rig.sender.finish(prefill, THEIRS)
+    prefill = rig.sender.request()
+    decode = rig.reserve()
+    rig.sender.finish(prefill)
     await rig.wait_for_read()
     (lease,), (transfer,) = rig.sender.handoff.report().open, rig.receiver.intake.report().open
     assert (lease.attempt, lease.state, lease.peer_incarnation, lease.num_blocks) == (ATTEMPT, "READING", "d0.first", 5)
     assert (transfer.attempt, transfer.state, transfer.peer, transfer.num_blocks) == (ATTEMPT, "READING", "p0", 5)
-    rig.receiver.finish(decode, OURS, transferring=True)
-    await rig.receiver.recorder.wait_for_event("quarantined", KEY)
+    rig.receiver.finish(decode)
+    await rig.receiver.recorder.wait_for_event("quarantined")
     (quarantined,) = rig.receiver.intake.report().open
     assert (quarantined.state, quarantined.num_blocks) == ("QUARANTINED", 5)
     rig.thaw_reads()
-    await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
+    await rig.sender.recorder.release()
     assert not rig.sender.handoff.report().open
     assert not rig.receiver.intake.report().open
 
 
 async def test_an_abort_by_the_receiver_during_a_read_keeps_both_sides_blocks_until_it_ends(rig: HandoffRig) -> None:
-    await rig.join()
-    rig.freeze_reads()
-    decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    await rig.wait_for_read()
-    assert rig.receiver.finish(decode, OURS, transferring=True) is BlockFate.QUARANTINED
-    await rig.sender.recorder.wait_for_event("lease_suspect", KEY)
+    decode = await rig.reading()
+    assert rig.receiver.finish(decode) is BlockFate.QUARANTINED
+    await rig.sender.recorder.wait_for_event("lease_suspect")
     assert rig.receiver.intake.counts().quarantined_blocks == 5
     assert not rig.receiver.recorder.released
     assert not rig.sender.recorder.released
     rig.thaw_reads()
-    await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.released == [KEY])
-    await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
+    await rig.receiver.recorder.release()
+    await rig.sender.recorder.release()
     assert KEY not in rig.receiver.recorder.arrived
 
 
@@ -360,43 +343,42 @@ async def test_an_abort_by_the_receiver_during_a_read_keeps_both_sides_blocks_un
 
 
 async def test_an_abort_by_the_sender_before_computing_fails_the_transfer(rig: HandoffRig) -> None:
-    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-    await rig.receiver.recorder.wait_for_event("subscribed", KEY)
+    rig.reserve()
+    await rig.receiver.recorder.wait_for_event("subscribed")
     await _wait_until_settled(rig)
-    assert rig.sender.finish(rig.sender.request(KEY, 18), [], Outcome.ABORTED) is BlockFate.FREE
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
-    assert rig.receiver.recorder.failed[KEY].cause is TransferCause.CANCELLED
+    assert rig.sender.finish(block_ids=[], outcome=Outcome.ABORTED) is BlockFate.FREE
+    assert (await rig.receiver.recorder.failure()).cause is TransferCause.CANCELLED
 
 
 async def test_an_abort_by_the_sender_without_a_reader_releases_its_blocks(rig: HandoffRig) -> None:
-    prefill = rig.sender.request(KEY, 18)
-    rig.sender.compute(prefill, THEIRS, 9)
-    assert rig.sender.finish(prefill, THEIRS, Outcome.ABORTED) is BlockFate.LEASED
-    await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
-    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
+    prefill = rig.sender.request()
+    rig.sender.compute(prefill, 9)
+    assert rig.sender.finish(prefill, outcome=Outcome.ABORTED) is BlockFate.LEASED
+    await rig.sender.recorder.release()
+    rig.reserve()
+    await rig.receiver.recorder.failure()
 
 
 async def test_an_abort_by_the_sender_during_a_read_keeps_its_blocks_until_it_ends(rig: HandoffRig) -> None:
     await rig.join()
     rig.freeze_reads()
-    prefill = rig.sender.request(KEY, 18)
-    decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-    rig.sender.compute(prefill, THEIRS, 9)
+    prefill = rig.sender.request()
+    decode = rig.reserve()
+    rig.sender.compute(prefill, 9)
     await rig.wait_for_read()
-    assert rig.sender.finish(prefill, THEIRS, Outcome.ABORTED) is BlockFate.LEASED
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
-    assert rig.receiver.finish(decode, OURS, transferring=True) is BlockFate.QUARANTINED
+    assert rig.sender.finish(prefill, outcome=Outcome.ABORTED) is BlockFate.LEASED
+    await rig.receiver.recorder.failure()
+    assert rig.receiver.finish(decode) is BlockFate.QUARANTINED
     assert rig.sender.handoff.book.state(ATTEMPT) is LeaseState.SUSPECT
     assert not rig.sender.recorder.released
     rig.thaw_reads()
-    await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.released == [KEY])
-    await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
+    await rig.receiver.recorder.release()
+    await rig.sender.recorder.release()
 
 
 async def test_an_unclaimed_offer_is_released_when_the_router_withdraws_it(rig: HandoffRig) -> None:
-    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    await rig.sender.recorder.wait_for_event("closing_offered", KEY)
+    rig.sender.finish()
+    await rig.sender.recorder.wait_for_event("closing_offered")
     rig.sender.handoff.withdraw(ATTEMPT, "aborted by the router")
     assert rig.sender.recorder.released == [KEY]
 
@@ -405,36 +387,32 @@ async def test_an_unclaimed_offer_is_released_when_the_router_withdraws_it(rig: 
 
 
 async def test_blocks_of_an_expired_lease_are_not_read(rig: HandoffRig) -> None:
-    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    await rig.sender.recorder.wait_for_event("closing_offered", KEY)
+    rig.sender.finish()
+    await rig.sender.recorder.wait_for_event("closing_offered")
     rig.clock.advance(LeaseTimes().unclaimed_s + 1)
     rig.sender.handoff.tick()
     assert rig.sender.recorder.released == [KEY]
-    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
+    rig.reserve()
+    await rig.receiver.recorder.failure()
     assert KEY not in rig.receiver.recorder.arrived
     assert rig.receiver.recorder.names(KEY).count("read_started") == 0
 
 
 async def test_blocks_reused_under_a_read_are_never_delivered(rig: HandoffRig) -> None:
     # The sender's engine took the blocks back (preemption) while they were read, and finished from others.
-    prefill = rig.sender.request(KEY, 18)
-    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-    rig.sender.compute(prefill, THEIRS, 9)
-    await rig.sender.recorder.wait_for_event("read_progress", KEY)
+    prefill = rig.sender.request()
+    rig.reserve()
+    rig.sender.compute(prefill, 9)
+    await rig.sender.recorder.wait_for_event("read_progress")
     prefill.num_preemptions += 1
-    rig.sender.finish(prefill, THEIRS)
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
-    await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
+    rig.sender.finish(prefill)
+    await rig.receiver.recorder.failure()
+    await rig.sender.recorder.release()
     assert KEY not in rig.receiver.recorder.arrived
 
 
 async def test_heartbeats_keep_a_lease_and_silence_ends_it(rig: HandoffRig) -> None:
-    await rig.join()
-    rig.freeze_reads()
-    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    await rig.wait_for_read()
+    await rig.reading()
     rig.clock.advance(9)
     heartbeats = rig.sender.recorder.heartbeats
     await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.heartbeats > heartbeats)
@@ -445,28 +423,26 @@ async def test_heartbeats_keep_a_lease_and_silence_ends_it(rig: HandoffRig) -> N
     rig.sender.handoff.tick()
     assert rig.sender.handoff.book.state(ATTEMPT) is LeaseState.SUSPECT
     rig.thaw_reads()
-    await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
+    await rig.sender.recorder.release()
 
 
 # Links that end, and peers that are gone.
 
 
 async def test_a_cut_link_fails_the_transfer_and_frees_both_sides(rig: HandoffRig) -> None:
-    decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-    prefill = rig.sender.request(KEY, 18)
-    rig.sender.compute(prefill, THEIRS, 9)
-    await rig.sender.recorder.wait_for_event("read_progress", KEY)
+    decode = rig.reserve()
+    prefill = rig.sender.request()
+    rig.sender.compute(prefill, 9)
+    await rig.sender.recorder.wait_for_event("read_progress")
     await rig.sender.server.stop(None)
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
-    assert rig.receiver.recorder.failed[KEY].cause is TransferCause.PEER_GONE
-    rig.receiver.finish(decode, OURS, transferring=True)
-    await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.released == [KEY])
-    rig.sender.finish(prefill, THEIRS)
-    await rig.sender.recorder.wait_for_event("lease_suspect", KEY)
+    assert (await rig.receiver.recorder.failure()).cause is TransferCause.PEER_GONE
+    rig.receiver.finish(decode)
+    await rig.receiver.recorder.release()
+    rig.sender.finish(prefill)
+    await rig.sender.recorder.wait_for_event("lease_suspect")
     await _wait_until_settled(rig)
     assert not rig.sender.recorder.released
-    rig.clock.advance(LeaseTimes().grace_s + 1)
-    rig.sender.handoff.tick()
+    rig.pass_grace()
     assert rig.sender.recorder.released == [KEY]
 
 
@@ -500,38 +476,34 @@ async def test_a_link_that_its_reader_cuts_twice_ends_with_the_error_of_the_firs
 
 
 async def test_a_link_cut_under_a_running_read_keeps_the_blocks(rig: HandoffRig) -> None:
-    await rig.join()
-    rig.freeze_reads()
-    decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    await rig.wait_for_read()
+    decode = await rig.reading()
     await rig.sender.server.stop(None)
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
-    rig.receiver.finish(decode, OURS, transferring=True)
+    await rig.receiver.recorder.failure()
+    rig.receiver.finish(decode)
     await _wait_until_settled(rig)
     assert rig.receiver.intake.book.state(ATTEMPT) is TransferState.QUARANTINED
     assert not rig.receiver.recorder.released
     rig.thaw_reads()
-    await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.released == [KEY])
+    await rig.receiver.recorder.release()
 
 
 async def test_after_a_cut_the_next_request_opens_a_new_link_to_memory_that_stayed_connected(rig: HandoffRig) -> None:
-    rig.receiver.reserve("a#1", 18, rig.sender.source, OURS)
+    rig.reserve("a#1")
     await rig.receiver.recorder.wait_for_event("subscribed", "a#1")
     # The reader may have its welcome before the sender has the link.
     await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.heartbeats > 0)
     rig.sender.handoff._links.cut(1, "test")
     await rig.receiver.recorder.wait_until(lambda: "a#1" in rig.receiver.recorder.failed)
-    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
-    rig.assert_blocks(KEY, OURS)
+    rig.reserve()
+    rig.sender.finish()
+    await rig.receiver.recorder.arrival()
+    rig.assert_blocks()
     assert not rig.receiver.recorder.dropped_peers
 
 
 async def test_a_sender_that_is_gone_is_dropped_with_its_memory(rig: HandoffRig) -> None:
-    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-    await rig.receiver.recorder.wait_for_event("subscribed", KEY)
+    rig.reserve()
+    await rig.receiver.recorder.wait_for_event("subscribed")
     await rig.sender.stop()
     await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.dropped_peers == ["p0.first"])
     assert rig.receiver.recorder.failed[KEY].cause is TransferCause.PEER_GONE
@@ -539,39 +511,35 @@ async def test_a_sender_that_is_gone_is_dropped_with_its_memory(rig: HandoffRig)
 
 async def test_a_restarted_sender_replaces_its_predecessor() -> None:
     async with HandoffRig() as rig:
-        rig.receiver.reserve("a#1", 18, rig.sender.source, OURS)
+        rig.reserve("a#1")
         await rig.receiver.recorder.wait_for_event("subscribed", "a#1")
         # It still listens, so that nothing but its successor tells that it is no more.
         rig.sender.handoff._links.close()
         await rig.receiver.recorder.wait_until(lambda: "a#1" in rig.receiver.recorder.failed)
         successor = SenderHalf(rig.make_backend, LinkIdentity("c", "p0", "p0.second", LAYOUT), rig.clock)
         await successor.start()
-        rig.receiver.reserve(KEY, 18, successor.source, OURS)
-        successor.finish(successor.request(KEY, 18), THEIRS)
-        await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
+        rig.receiver.reserve(successor.source)
+        successor.finish()
+        await rig.receiver.recorder.arrival()
         assert rig.receiver.recorder.dropped_peers == ["p0.first"]
         await successor.stop()
 
 
 async def test_heartbeats_keep_an_idle_link(rig: HandoffRig) -> None:
     # However long no offer comes: a request that is queued on a living sender is not lost.
-    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
+    rig.reserve()
     await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.heartbeats > 3 * MISSED_HEARTBEATS)
     assert not rig.receiver.recorder.failed
-    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
+    rig.sender.finish()
+    await rig.receiver.recorder.arrival()
 
 
 async def test_an_agent_that_dies_under_a_read_fails_it(rig: HandoffRig) -> None:
-    await rig.join()
-    rig.freeze_reads()
-    decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    await rig.wait_for_read()
+    decode = await rig.reading()
     rig.fabric.kill(rig.sender.identity.incarnation)
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
-    rig.receiver.finish(decode, OURS, transferring=True)
-    await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.released == [KEY])
+    await rig.receiver.recorder.failure()
+    rig.receiver.finish(decode)
+    await rig.receiver.recorder.release()
 
 
 @pytest.mark.parametrize("listens", [False, True], ids=["gone", "there"])
@@ -586,38 +554,28 @@ async def test_a_reader_whose_process_is_gone_gets_no_grace(listens: bool) -> No
         await reader.start()
         await rig.join(reader)
         rig.freeze_reads()
-        reader.reserve(KEY, 18, rig.sender.source, OURS)
-        rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
+        reader.reserve(rig.sender.source)
+        rig.sender.finish()
         await reader.recorder.wait_until(lambda: reader.recorder.reads_posted > 0)
         await reader.stop()
-        await rig.sender.recorder.wait_for_event("lease_suspect", KEY)
+        await rig.sender.recorder.wait_for_event("lease_suspect")
         if listens:
             rig.clock.advance(LeaseTimes().grace_s + 1)
             rig.sender.handoff.tick()
-        await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
+        await rig.sender.recorder.release()
         (why,) = [detail for name, _, _, detail in rig.sender.recorder.events if name == "lease_released"]
         assert why == ("grace over" if listens else "reader gone")
         other.close()
 
 
-async def test_a_transfer_from_an_address_where_nobody_listens_fails(rig: HandoffRig) -> None:
-    rig.receiver.reserve(KEY, 18, replace(rig.sender.source, address="127.0.0.1:1"), OURS)
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
-    assert rig.receiver.recorder.failed[KEY].cause is TransferCause.PEER_GONE
-
-
 async def test_a_restarted_reader_ends_its_predecessor(rig: HandoffRig) -> None:
-    await rig.join()
-    rig.freeze_reads()
-    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    await rig.wait_for_read()
+    await rig.reading()
     identity = LinkIdentity("c", "d0", "d0.second", LAYOUT)
     successor = ReceiverHalf(rig.make_backend, identity)
     await successor.start()
-    successor.reserve("other#1", 18, rig.sender.source, OURS)
-    await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
+    successor.reserve(rig.sender.source, "other#1")
+    await rig.sender.recorder.release()
+    await rig.receiver.recorder.failure()
     await successor.stop()
     rig.thaw_reads()
 
@@ -625,18 +583,30 @@ async def test_a_restarted_reader_ends_its_predecessor(rig: HandoffRig) -> None:
 # Refusals.
 
 
-async def test_a_stale_incarnation_is_refused(rig: HandoffRig) -> None:
-    rig.receiver.reserve(KEY, 18, replace(rig.sender.source, incarnation="p0.old"), OURS)
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
-    assert rig.receiver.recorder.failed[KEY].cause is TransferCause.PEER_GONE
-    assert "p0.first, not p0.old" in rig.receiver.recorder.failed[KEY].detail
+@pytest.mark.parametrize(
+    ("source", "cluster", "cause", "story"),
+    [
+        ({"address": "127.0.0.1:1"}, "c", TransferCause.PEER_GONE, ""),
+        ({"incarnation": "p0.old"}, "c", TransferCause.PEER_GONE, "p0.first, not p0.old"),
+        ({}, "elsewhere", TransferCause.REFUSED, ""),
+    ],
+    ids=["nobody listens", "an older incarnation", "another cluster"],
+)
+async def test_a_sender_that_is_another_than_the_reader_means_gives_no_kv(
+    source: dict[str, str], cluster: str, cause: TransferCause, story: str
+) -> None:
+    async with HandoffRig(cluster=cluster) as rig:
+        rig.receiver.reserve(replace(rig.sender.source, **source))
+        failed = await rig.receiver.recorder.failure()
+        assert failed.cause is cause
+        assert story in failed.detail
 
 
 async def test_layouts_that_differ_are_refused_with_both_printed() -> None:
     other = replace(LAYOUT, numerics="cuda-7", block_size=8)
     async with HandoffRig(receiver_layout=other) as rig:
-        rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-        await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
+        rig.reserve()
+        await rig.receiver.recorder.failure()
         story = rig.receiver.recorder.failed[KEY].detail
         assert rig.receiver.recorder.failed[KEY].cause is TransferCause.LAYOUT_MISMATCH
         assert "numerics, block_size" in story
@@ -648,13 +618,6 @@ async def test_layouts_that_differ_are_refused_with_both_printed() -> None:
             assert (refused.peer, refused.cause, refused.count) == (peer, "layout_mismatch", 1)
             assert f"p0 [{LAYOUT}]" in refused.story
             assert f"d0 [{other}]" in refused.story
-
-
-async def test_another_cluster_is_refused() -> None:
-    async with HandoffRig(cluster="elsewhere") as rig:
-        rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-        await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
-        assert rig.receiver.recorder.failed[KEY].cause is TransferCause.REFUSED
 
 
 # Peers that break the rules.
@@ -687,12 +650,33 @@ class MisbehavingSender(kv_link_pb2_grpc.KvLinkServicer):
                 await context.write(write_sender_message(answer))
 
 
-async def _misbehaving_source(rig: HandoffRig, answers: Callable[[Any], list[SenderMessage]]) -> tuple[Peer, Any]:
+@asynccontextmanager
+async def misbehaving(
+    rig: HandoffRig,
+    answers: Callable[[kv_link_pb2.OpenRequest], list[SenderMessage]] = lambda request: [],
+    is_running: bool = True,
+) -> AsyncIterator[Peer]:
+    """A sender that answers so instead of the rig's own. `is_running`: its process says that it is there."""
+    rig.receiver.recorder.is_peer_running = is_running
     server = grpc.aio.server()
     kv_link_pb2_grpc.add_KvLinkServicer_to_server(MisbehavingSender(rig, answers), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    return Peer("p0", "p0.first", f"127.0.0.1:{port}"), server
+    yield Peer("p0", "p0.first", f"127.0.0.1:{port}")
+    await server.stop(None)
+
+
+@asynccontextmanager
+async def scripted_reader(rig: HandoffRig, address: str = "") -> AsyncIterator[Any]:
+    """The call of a reader without heartbeats, which has subscribed to a prompt that is computed."""
+    rig.sender.finish()
+    rig.sender.recorder.is_peer_running = True
+    async with grpc.aio.insecure_channel(rig.sender.source.address) as channel:
+        call = kv_link_pb2_grpc.KvLinkStub(channel).Open()
+        hello = LinkHello(PROTOCOL_VERSION, "c", "d9", "d9.first", "p0.first", LAYOUT, address)
+        await call.write(write_hello(hello))
+        await call.write(write_reader_message(Subscribe(ATTEMPT, 0)))
+        yield call
 
 
 BAD_OFFERS = {
@@ -710,16 +694,10 @@ BAD_OFFERS = {
 
 @pytest.mark.parametrize("offer", BAD_OFFERS.values(), ids=BAD_OFFERS.keys())
 async def test_a_bad_offer_is_refused_before_anything_is_read(rig: HandoffRig, offer: Offer) -> None:
-    def answers(request: kv_link_pb2.OpenRequest) -> list[SenderMessage]:
-        return [offer] if request.HasField("subscribe") else []
-
-    rig.receiver.recorder.is_peer_running = True
-    source, server = await _misbehaving_source(rig, answers)
-    rig.receiver.reserve(KEY, 18, source, OURS)
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
-    assert rig.receiver.recorder.failed[KEY].cause is TransferCause.REFUSED
-    assert "read_started" not in rig.receiver.recorder.names(KEY)
-    await server.stop(None)
+    async with misbehaving(rig, lambda request: [offer] if request.HasField("subscribe") else []) as source:
+        rig.receiver.reserve(source)
+        assert (await rig.receiver.recorder.failure()).cause is TransferCause.REFUSED
+        assert "read_started" not in rig.receiver.recorder.names(KEY)
 
 
 @pytest.mark.parametrize(
@@ -729,29 +707,17 @@ async def test_a_sender_whose_memories_can_not_be_used_is_refused(
     rig: HandoffRig, monkeypatch: pytest.MonkeyPatch, num_others: int, cause: TransferCause
 ) -> None:
     monkeypatch.setattr(MisbehavingSender, "other_parts", [MemoryPart(range(1), b"x", 1, "DRAM", 0)] * num_others)
-    rig.receiver.recorder.is_peer_running = True
-    source, server = await _misbehaving_source(rig, lambda request: [])
-    rig.receiver.reserve(KEY, 18, source, OURS)
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
-    assert rig.receiver.recorder.failed[KEY].cause is cause
-    await server.stop(None)
+    async with misbehaving(rig) as source:
+        rig.receiver.reserve(source)
+        assert (await rig.receiver.recorder.failure()).cause is cause
 
 
-async def test_a_silent_sender_is_declared_lost(rig: HandoffRig) -> None:
-    source, server = await _misbehaving_source(rig, lambda request: [])
-    rig.receiver.reserve(KEY, 18, source, OURS)
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
-    assert "no heartbeat" in rig.receiver.recorder.failed[KEY].detail
-    await server.stop(None)
-
-
-async def test_a_silent_sender_whose_process_runs_is_spared_for_a_while(rig: HandoffRig) -> None:
-    source, server = await _misbehaving_source(rig, lambda request: [])
-    rig.receiver.recorder.is_peer_running = True
-    rig.receiver.reserve(KEY, 18, source, OURS)
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
-    assert rig.receiver.recorder.probed_addresses == [source.address] * (MAX_SPARED + 1)
-    await server.stop(None)
+@pytest.mark.parametrize("runs", [False, True])
+async def test_a_silent_sender_is_lost_and_spared_for_a_while_if_its_process_runs(rig: HandoffRig, runs: bool) -> None:
+    async with misbehaving(rig, is_running=runs) as source:
+        rig.receiver.reserve(source)
+        assert "no heartbeat" in (await rig.receiver.recorder.failure()).detail
+        assert rig.receiver.recorder.probed_addresses == [source.address] * (MAX_SPARED + 1 if runs else 1)
 
 
 async def test_a_silent_sender_whose_process_runs_is_lost_with_its_link_and_has_failed_no_probe(
@@ -760,24 +726,14 @@ async def test_a_silent_sender_whose_process_runs_is_lost_with_its_link_and_has_
     monkeypatch.setattr(MisbehavingSender, "answers_probes", False)
     # The link is lost later than a probe of which nothing is heard.
     times = ProbeTimes(tick_s=HEARTBEAT_S, max_quiet_ticks=2 * MISSED_HEARTBEATS)
-    async with HandoffRig(probe_times=times) as rig:
-        source, server = await _misbehaving_source(rig, lambda request: [])
-        rig.receiver.recorder.is_peer_running = True
+    async with HandoffRig(probe_times=times) as rig, misbehaving(rig) as source:
         rig.receiver.intake.expect(ATTEMPT, source)
-        await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
-        assert rig.receiver.recorder.failed[KEY].cause is TransferCause.PEER_GONE
+        assert (await rig.receiver.recorder.failure()).cause is TransferCause.PEER_GONE
         assert not rig.receiver.intake.probes.outcomes
-        await server.stop(None)
 
 
 async def test_a_silent_reader_whose_process_runs_keeps_its_lease(rig: HandoffRig) -> None:
-    rig.sender.recorder.is_peer_running = True
-    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    async with grpc.aio.insecure_channel(rig.sender.source.address) as channel:
-        call = kv_link_pb2_grpc.KvLinkStub(channel).Open()
-        hello = LinkHello(PROTOCOL_VERSION, "c", "d9", "d9.first", "p0.first", LAYOUT, "somewhere:9")
-        await call.write(write_hello(hello))
-        await call.write(write_reader_message(Subscribe(ATTEMPT, 0)))
+    async with scripted_reader(rig, "somewhere:9") as call:
         await rig.sender.recorder.wait_until(lambda: rig.sender.handoff.book.state(ATTEMPT) is LeaseState.READING)
         for _ in range(3):
             rig.clock.advance(LeaseTimes().lease_s - 1)
@@ -786,7 +742,7 @@ async def test_a_silent_reader_whose_process_runs_keeps_its_lease(rig: HandoffRi
         assert rig.sender.handoff.book.state(ATTEMPT) is LeaseState.READING
         assert set(rig.sender.recorder.probed_addresses) == {"somewhere:9"}
         rig.sender.recorder.is_peer_running = False
-        await rig.sender.recorder.wait_for_event("lease_suspect", KEY)
+        await rig.sender.recorder.wait_for_event("lease_suspect")
         call.cancel()
 
 
@@ -798,37 +754,27 @@ async def test_kv_is_not_used_when_the_sender_denies_the_lease_although_all_byte
             return [ReadConfirmed(ATTEMPT, False)]
         return []
 
-    rig.receiver.recorder.is_peer_running = True
-    source, server = await _misbehaving_source(rig, answers)
-    rig.receiver.reserve(KEY, 18, source, OURS)
-    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
-    assert rig.receiver.recorder.failed[KEY].cause is TransferCause.LEASE_LOST
-    assert "read_done" in rig.receiver.recorder.names(KEY)
-    assert KEY not in rig.receiver.recorder.arrived
-    await server.stop(None)
+    async with misbehaving(rig, answers) as source:
+        rig.receiver.reserve(source)
+        assert (await rig.receiver.recorder.failure()).cause is TransferCause.LEASE_LOST
+        assert "read_done" in rig.receiver.recorder.names(KEY)
+        assert not rig.receiver.recorder.arrived
 
 
 async def test_a_silent_reader_loses_its_link_and_its_lease(rig: HandoffRig) -> None:
-    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    async with grpc.aio.insecure_channel(rig.sender.source.address) as channel:
-        call = kv_link_pb2_grpc.KvLinkStub(channel).Open()
-        hello = LinkHello(PROTOCOL_VERSION, "c", "d9", "d9.first", "p0.first", LAYOUT)
-        await call.write(write_hello(hello))
-        await call.write(write_reader_message(Subscribe(ATTEMPT, 0)))
+    async with scripted_reader(rig) as call:
         # Somebody else's lease is none of its business, and nonsense is skipped.
         await call.write(write_reader_message(ConfirmRead(AttemptKey("other", 1))))
         await call.write(kv_link_pb2.OpenRequest())
         seen: list[str | None] = []
-        rig.sender.recorder.is_peer_running = True
         await _read_until(call, seen, "read_confirmed")
         rig.sender.recorder.is_peer_running = False
         with pytest.raises(grpc.aio.AioRpcError) as lost:
             await _read_until(call, seen)
         assert "no heartbeat" in str(lost.value.details())
         assert [name for name in seen if name != "heartbeat"] == ["welcome", "offer", "read_confirmed"]
-    await rig.sender.recorder.wait_for_event("lease_suspect", KEY)
-    rig.clock.advance(LeaseTimes().grace_s + 1)
-    rig.sender.handoff.tick()
+    await rig.sender.recorder.wait_for_event("lease_suspect")
+    rig.pass_grace()
     assert rig.sender.recorder.released == [KEY]
     assert rig.sender.handoff.book.counters["confirm_read_unknown"] == 1
 
@@ -858,10 +804,10 @@ async def _read_until(call: Any, seen: list[str | None], last: str = "the end") 
 async def _wait_until_settled(rig: HandoffRig) -> None:
     """Return once each side has processed everything that the other has sent so far."""
     marker = f"marker{len(rig.sender.recorder.events)}#1"
-    request = rig.receiver.reserve(marker, 4, rig.sender.source, [0])
+    request = rig.reserve(marker, 4, [0])
     # The sender may have welcomed the receiver and not have its link yet: its answer says that it has.
     rig.sender.handoff.withdraw(attempt_of(marker), "marker")
     await rig.receiver.recorder.wait_until(lambda: marker in rig.receiver.recorder.failed)
-    rig.receiver.finish(request, [0], transferring=True)
+    rig.receiver.finish(request, block_ids=[0])
     await rig.receiver.recorder.wait_until(lambda: marker in rig.receiver.recorder.released)
     rig.receiver.recorder.released.remove(marker)

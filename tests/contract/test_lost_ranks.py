@@ -19,10 +19,12 @@ from baton.runner import SimulatedSpec
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.ranks import rank as following_rank
+from baton.runner.ranks.step_slot import StepSlot
+from baton.runner.remote_stages import stage_worker
 from baton.runner.spec import TorchSpec
 from tests.doubles.fake_rank_group import FakeRankGroup
 from tests.doubles.fake_ranked_runner import FakeRankedRunner, LossMoment
+from tests.doubles.fake_stages import FakeStages
 from tests.support.tiny_models import TINY_MODELS
 
 BLOCK_SIZE = 4
@@ -64,6 +66,7 @@ class RealRanked:
                 pipeline_parallel=shape.pp,
             ),
             start_ranks=FakeRankGroup,
+            start_stages=FakeStages.start,
         )
         self._monkeypatch = monkeypatch
 
@@ -73,10 +76,12 @@ class RealRanked:
         first_rank.followers.lose(reason)
 
     def lose_in_next_step(self) -> None:
-        def fails(*_arguments: Any) -> None:
+        def fails(*_arguments: Any, **_named: Any) -> None:
             raise MemoryError("in a step")
 
-        self._monkeypatch.setattr(following_rank, "compute_part", fails)
+        # Only followers and stages are called so by others: the leading transformer computes its own part by itself.
+        self._monkeypatch.setattr(StepSlot, "read", fails)
+        self._monkeypatch.setattr(stage_worker, "read_numbers", fails)
 
 
 @pytest.fixture(params=[NodeShape(tp=2), NodeShape(pp=2)], ids=str)

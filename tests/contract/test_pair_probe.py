@@ -11,7 +11,6 @@ import pytest
 
 from baton.engine.runner import KVMemory
 from baton.errors import TransferCause
-from baton.messages.ids import AttemptKey
 from baton.messages.node_report import FailedProbe, ProbeFault
 from baton.runner.blocks import known_bytes
 from kv_transfer.backends.base import TransferBackend
@@ -20,7 +19,9 @@ from kv_transfer.receiver.probe_values import ProbeState, ProbeTimes
 from tests.doubles.fake_transfer_backend import FakeTransferBackend
 from tests.doubles.faulty_transfer_backend import Faults, FaultyTransferBackend
 from tests.support.handoff_rig import (
+    ATTEMPT,
     BLOCK_BYTES,
+    KEY,
     NUM_BLOCKS,
     HandoffRig,
     Recorder,
@@ -30,10 +31,6 @@ from tests.support.handoff_rig import (
     write_block,
 )
 
-KEY = "req#1"
-ATTEMPT = AttemptKey("req", 1)
-THEIRS = [5, 6, 7, 20, 21]
-OURS = [40, 41, 42, 43, 10]
 KINDS = {"memory": None, "nixl": "", "nixl-tcp": "tcp,self"}
 AGAIN = ProbeTimes(first_pause_s=0.05, max_pause_s=0.1)
 SOON = replace(AGAIN, tick_s=0.02, max_quiet_ticks=25)
@@ -110,10 +107,10 @@ async def test_a_probe_passes_where_bytes_move_and_touches_probe_blocks_alone(ri
 
 async def test_the_first_request_waits_for_the_probe_and_arrives(rigs: Rigs) -> None:
     async with rigs.new() as rig:
-        rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-        rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-        await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
-        rig.assert_blocks(KEY, OURS)
+        rig.reserve()
+        rig.sender.finish()
+        await rig.receiver.recorder.arrival()
+        rig.assert_blocks()
         assert rig.receiver.intake.probes.outcomes == {("p0", "passed"): 1}
 
 
@@ -140,9 +137,9 @@ async def test_what_keeps_bytes_from_moving_is_named_at_both_ends_until_they_mov
             assert words in seen.detail
         # A request that names the pair fails at once, and by name.
         rig.receiver.intake.expect(ATTEMPT, rig.sender.source)
-        await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
-        assert rig.receiver.recorder.failed[KEY].cause is TransferCause.PROBE_FAILED
-        assert words in rig.receiver.recorder.failed[KEY].detail
+        failed = await rig.receiver.recorder.failure()
+        assert failed.cause is TransferCause.PROBE_FAILED
+        assert words in failed.detail
         assert "expected" not in rig.receiver.recorder.names(KEY)
         # Nobody asks for another probe, and it comes.
         rigs.receiver.heal()
@@ -151,17 +148,16 @@ async def test_what_keeps_bytes_from_moving_is_named_at_both_ends_until_they_mov
         await rig.sender.recorder.wait_until(lambda: probes.state(incarnation) is ProbeState.PASSED)
         assert not rig.receiver.intake.failed_probes()
         await rig.sender.recorder.wait_until(lambda: not rig.sender.handoff.failed_probes())
-        rig.receiver.reserve("later#1", 18, rig.sender.source, OURS)
-        rig.sender.finish(rig.sender.request("later#1", 18), THEIRS)
-        await rig.receiver.recorder.wait_until(lambda: "later#1" in rig.receiver.recorder.arrived)
-        rig.assert_blocks("later#1", OURS)
+        rig.reserve("later#1")
+        rig.sender.finish(rig.sender.request("later#1"))
+        await rig.receiver.recorder.arrival("later#1")
+        rig.assert_blocks("later#1")
 
 
 async def test_a_request_that_waits_for_a_probe_that_fails_has_its_cause() -> None:
     async with Rigs("memory").new(Faults(corrupt=1.0)) as rig:
         rig.receiver.intake.expect(ATTEMPT, rig.sender.source)
-        await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
-        assert rig.receiver.recorder.failed[KEY].cause is TransferCause.PROBE_FAILED
+        assert (await rig.receiver.recorder.failure()).cause is TransferCause.PROBE_FAILED
 
 
 async def test_a_sender_whose_bytes_go_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

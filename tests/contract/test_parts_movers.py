@@ -21,6 +21,7 @@ from kv_transfer.mover.part_mover import (
     BlocksDigested,
     Connected,
     ConnectFailed,
+    FillFailed,
     MoverEvent,
     ReadDone,
     ReadFailed,
@@ -88,7 +89,7 @@ class Pair:
 
     def connect(self) -> None:
         self.reader.mover.connect(self.sender.node)
-        assert self.reader.next() == Connected(self.name)
+        assert self.reader.events.next() == Connected(self.name)
 
     def freeze(self, part: int) -> None:
         self.fabric.freeze(part_name(self.name, part))
@@ -106,7 +107,7 @@ class Pair:
         answers: list[MoverEvent] = []
         digests: dict[int, int] = {}
         while len(answers) < num_reads or len(digests) < num_digests:
-            event = self.reader.next()
+            event = self.reader.events.next()
             if isinstance(event, BlocksDigested):
                 assert not digests.keys() & event.digests.keys()
                 digests |= event.digests
@@ -195,9 +196,7 @@ def test_known_bytes_of_all_parts_are_probed(
     pair = pairs_of(shape, kind)
     pair.sender.mover.fill(-1, PROBE, "theirs", group)
     pair.reader.mover.fill(-1, PROBE + 1, "ours", group)
-    theirs, ours = pair.sender.next(), pair.reader.next()
-    assert isinstance(theirs, BlockFilled)
-    assert isinstance(ours, BlockFilled)
+    theirs, ours = pair.sender.events.next_of(BlockFilled), pair.reader.events.next_of(BlockFilled)
     assert theirs.digests[1] != ours.digests[1]
     pair.reader.mover.read(-1, pair.name, [ReadRange(PROBE + 1, PROBE, 1, group)], (PROBE + 1,))
     (done,), digests = pair.outcome(1)
@@ -218,20 +217,16 @@ def test_many_reads_are_each_answered_once(pair: Pair) -> None:
 
 def test_an_unknown_peer_is_gone(pair: Pair) -> None:
     pair.reader.mover.read(1, "nobody", [ReadRange(0, 0, 1)])
-    (failed,), _ = pair.outcome()
-    assert isinstance(failed, ReadFailed)
-    assert failed.cause is TransferCause.PEER_GONE
+    assert pair.reader.events.failure() == (1, TransferCause.PEER_GONE)
     pair.reader.mover.disconnect("nobody")
     pair.reader.mover.cancel(1)
 
 
 def test_ranges_that_do_not_fit_are_refused(pair: Pair) -> None:
     pair.reader.mover.read(1, pair.name, [ReadRange(0, 0, 1), ReadRange(1, NUM_BLOCKS + 2, 1)])
-    (failed,), _ = pair.outcome()
-    assert isinstance(failed, ReadFailed)
-    assert failed.cause is TransferCause.REFUSED
+    assert pair.reader.events.failure() == (1, TransferCause.REFUSED)
     pair.read(1, [(2, 2)])
-    assert isinstance(pair.outcome()[0][0], ReadDone)
+    pair.reader.events.next_of(ReadDone)
 
 
 def test_a_read_waits_for_the_slowest_part(pair: Pair) -> None:
@@ -261,37 +256,30 @@ def test_a_peer_of_which_one_part_is_killed_is_gone_once(pair: Pair) -> None:
     pair.fabric.kill(part_name(pair.name, last))
     for part in range(last + 1):
         pair.thaw(part)
-    (failed,), _ = pair.outcome()
-    assert isinstance(failed, ReadFailed)
-    assert failed.cause is TransferCause.PEER_GONE
+    assert pair.reader.events.failure() == (1, TransferCause.PEER_GONE)
     assert pair.reader.mover.figures.reads_in_flight == 0
     pair.reader.mover.connect(pair.sender.node)
-    answer = pair.reader.next()
-    assert isinstance(answer, ConnectFailed)
-    assert answer.error.cause is TransferCause.PEER_GONE
+    assert pair.reader.events.next_of(ConnectFailed).error.cause is TransferCause.PEER_GONE
     assert pair.reader.events.empty()
 
 
 def test_a_peer_is_disconnected_and_connected_again(pair: Pair) -> None:
     pair.reader.mover.disconnect(pair.name)
     pair.read(1, [(0, 0)])
-    (failed,), _ = pair.outcome()
-    assert isinstance(failed, ReadFailed)
+    pair.reader.events.next_of(ReadFailed)
     pair.connect()
     pair.connect()
     pair.read(1, [(0, 0)])
-    assert isinstance(pair.outcome()[0][0], ReadDone)
+    pair.reader.events.next_of(ReadDone)
 
 
 def test_a_peer_that_changed_its_memory_is_refused(pair: Pair) -> None:
     node = pair.sender.node
     changed = replace(node, parts=[replace(part, num_blocks=1) for part in node.parts])
     pair.reader.mover.connect(changed)
-    answer = pair.reader.next()
-    assert isinstance(answer, ConnectFailed)
-    assert answer.error.cause is TransferCause.REFUSED
+    assert pair.reader.events.next_of(ConnectFailed).error.cause is TransferCause.REFUSED
     pair.read(1, [(0, 0)])
-    assert isinstance(pair.outcome()[0][0], ReadDone)
+    pair.reader.events.next_of(ReadDone)
 
 
 @pytest.mark.parametrize("change", [{"num_blocks": 0}, {"base_address": 0}, {"kind": "DISK"}, {"block_bytes": 8}])
@@ -299,22 +287,19 @@ def test_a_part_out_of_bounds_connects_none(pair: Pair, change: dict[str, object
     pair.reader.mover.disconnect(pair.name)
     *others, last = pair.sender.node.parts
     pair.reader.mover.connect(replace(pair.sender.node, parts=[*others, replace(last, **change)]))  # type: ignore[arg-type]
-    answer = pair.reader.next()
-    assert isinstance(answer, ConnectFailed)
+    pair.reader.events.next_of(ConnectFailed)
     pair.read(1, [(0, 0)])
-    assert isinstance(pair.outcome()[0][0], ReadFailed)
+    pair.reader.events.next_of(ReadFailed)
     pair.connect()
     pair.read(1, [(0, 0)])
-    assert isinstance(pair.outcome()[0][0], ReadDone)
+    pair.reader.events.next_of(ReadDone)
 
 
 def test_stop_answers_everything_later_at_once(pair: Pair) -> None:
     pair.reader.mover.stop()
     pair.read(3, [(0, 0)])
-    (failed,), _ = pair.outcome()
-    assert isinstance(failed, ReadFailed)
-    assert (failed.read_id, failed.cause) == (3, TransferCause.CANCELLED)
+    assert pair.reader.events.failure() == (3, TransferCause.CANCELLED)
     pair.reader.mover.connect(pair.sender.node)
-    assert isinstance(pair.reader.next(), ConnectFailed)
+    pair.reader.events.next_of(ConnectFailed)
     pair.reader.mover.fill(1, PROBE, "seed")
-    assert pair.reader.events.get(timeout=1).fill_id == 1  # type: ignore[union-attr]
+    assert pair.reader.events.next_of(FillFailed).fill_id == 1

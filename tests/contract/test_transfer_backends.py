@@ -10,9 +10,8 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import itertools
-import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Protocol
 
@@ -21,8 +20,6 @@ import pytest
 from baton.clock import SystemClock
 from baton.engine.runner import KVLayout, KVMemory, LayerGroup
 from baton.errors import TransferCause, TransferFailed
-from baton.runner.blocks.block_digests import block_digests
-from baton.runner.blocks.sub_blocks import Division
 from kv_transfer.backends.base import (
     BadRange,
     PeerGone,
@@ -35,11 +32,12 @@ from kv_transfer.backends.base import (
 )
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.mover.mover import Mover
-from kv_transfer.mover.part_mover import BlocksDigested, Connected, MoverEvent, ReadDone, ReadFailed
+from kv_transfer.mover.part_mover import Connected, ReadDone
 from kv_transfer.mover.pieces import WindowLimits
 from kv_transfer.piece_plan import ReadRange
 from tests.doubles.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from tests.doubles.faulty_transfer_backend import FaultyTransferBackend
+from tests.support.mover_events import MoverEvents
 from tests.support.transfer_sender import Sender, fill, new_memory, pattern
 
 NUM_BLOCKS = 96
@@ -206,30 +204,25 @@ def wait_until_lost(backend: TransferBackend, handle: ReadHandle) -> None:
 # Bytes
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_any_choice_of_blocks_arrives_where_it_belongs(
-    rig: Rig, receiver: TransferBackend, sender: AnySender, seed: int
-) -> None:
+def some_blocks(seed: int) -> tuple[Sequence[int], Sequence[int]]:
     rng = Random(seed)
     count = rng.randrange(1, NUM_BLOCKS)
-    local, remote = rng.sample(range(NUM_BLOCKS), count), rng.sample(range(NUM_BLOCKS), count)
+    return rng.sample(range(NUM_BLOCKS), count), rng.sample(range(NUM_BLOCKS), count)
+
+
+@pytest.mark.parametrize(
+    ("local", "remote"),
+    [*map(some_blocks, range(4)), ([4, 9], [7, 7]), (range(NUM_BLOCKS), range(NUM_BLOCKS))],
+    ids=["0", "1", "2", "3", "to two places", "one range"],
+)
+def test_any_choice_of_blocks_arrives_where_it_belongs(
+    rig: Rig, receiver: TransferBackend, sender: AnySender, local: Sequence[int], remote: Sequence[int]
+) -> None:
     wait_until_done(receiver, receiver.post_read(sender.memory.incarnation, coalesce(local, remote)))
     expected = dict(zip(local, remote, strict=True))
     for index in range(NUM_BLOCKS):
         want = pattern(expected[index], 1, BLOCK_BYTES) if index in expected else bytes(BLOCK_BYTES)
         assert rig.block(index) == want, f"block {index}"
-
-
-def test_the_same_remote_block_may_go_to_two_places(rig: Rig, receiver: TransferBackend, sender: AnySender) -> None:
-    wait_until_done(receiver, receiver.post_read(sender.memory.incarnation, coalesce([4, 9], [7, 7])))
-    assert rig.block(4) == rig.block(9) == pattern(7, 1, BLOCK_BYTES)
-
-
-def test_neighbours_on_both_sides_move_as_one_range(rig: Rig, receiver: TransferBackend, sender: AnySender) -> None:
-    ranges = coalesce(range(NUM_BLOCKS), range(NUM_BLOCKS))
-    assert ranges == [ReadRange(0, 0, NUM_BLOCKS)]
-    wait_until_done(receiver, receiver.post_read(sender.memory.incarnation, ranges))
-    assert all(rig.block(i) == pattern(i, 1, BLOCK_BYTES) for i in range(NUM_BLOCKS))
 
 
 def test_many_concurrent_reads_can_be_polled_in_any_order(
@@ -501,12 +494,12 @@ def test_a_read_of_a_group_without_common_layers_is_done_at_once(rig: Rig, share
 
 
 @pytest.fixture
-def events() -> queue.SimpleQueue[MoverEvent]:
-    return queue.SimpleQueue()
+def events() -> MoverEvents:
+    return MoverEvents()
 
 
 @pytest.fixture
-def mover(rig: Rig, events: queue.SimpleQueue[MoverEvent]) -> Iterator[Mover]:
+def mover(rig: Rig, events: MoverEvents) -> Iterator[Mover]:
     rig.clear()
     limits = WindowLimits(bytes_in_flight=16 * BLOCK_BYTES, posts_in_flight=4, piece_bytes=5 * BLOCK_BYTES)
     made = Mover(rig.new_backend, events.put, SystemClock(), limits)
@@ -515,51 +508,27 @@ def mover(rig: Rig, events: queue.SimpleQueue[MoverEvent]) -> Iterator[Mover]:
     made.stop()
 
 
-def attach(mover: Mover, events: queue.SimpleQueue[MoverEvent], sender: AnySender) -> str:
+def attach(mover: Mover, events: MoverEvents, sender: AnySender) -> str:
     mover.connect(sender.memory)
     name = sender.memory.incarnation
-    assert events.get(timeout=WITHIN_S) == Connected(name)
+    assert events.next() == Connected(name)
     return name
 
 
-def test_the_mover_reads_in_pieces_and_answers_once(
-    rig: Rig, mover: Mover, events: queue.SimpleQueue[MoverEvent], shared_sender: AnySender
-) -> None:
-    name = attach(mover, events, shared_sender)
-    order = list(range(NUM_BLOCKS))
-    Random(3).shuffle(order)
-    third = NUM_BLOCKS // 3
-    for read_id in range(3):
-        mine = slice(read_id * third, (read_id + 1) * third)
-        mover.read(read_id, name, coalesce(range(NUM_BLOCKS)[mine], order[mine]))
-    answers = [events.get(timeout=WITHIN_S) for _ in range(3)]
-    assert {a.read_id for a in answers if isinstance(a, ReadDone)} == {0, 1, 2}
-    assert all(isinstance(a, ReadDone) and a.num_bytes == third * BLOCK_BYTES for a in answers)
-    assert all(rig.block(i) == pattern(remote, 1, BLOCK_BYTES) for i, remote in enumerate(order))
-    assert mover.figures.reads_in_flight == 0
-
-
-def test_the_mover_reports_a_killed_peer(
-    rig: Rig, mover: Mover, events: queue.SimpleQueue[MoverEvent], shared_sender: AnySender
-) -> None:
+def test_the_mover_reports_a_killed_peer(rig: Rig, mover: Mover, events: MoverEvents, shared_sender: AnySender) -> None:
     doomed = rig.new_sender(pump=False)
     name, other = attach(mover, events, doomed), attach(mover, events, shared_sender)
     for read_id in range(4):
         mover.read(read_id, name, [ReadRange(20 * read_id, 0, 20)])
     doomed.kill()
-    answers = [events.get(timeout=WITHIN_S) for _ in range(4)]
-    assert {a.read_id: a.cause for a in answers if isinstance(a, ReadFailed)} == dict.fromkeys(
-        range(4), TransferCause.PEER_GONE
-    )
+    assert dict(events.failure() for _ in range(4)) == dict.fromkeys(range(4), TransferCause.PEER_GONE)
     mover.read(9, other, [ReadRange(0, 3, 1)])
-    assert isinstance(events.get(timeout=WITHIN_S), ReadDone)
+    events.next_of(ReadDone)
     assert rig.block(0) == pattern(3, 1, BLOCK_BYTES)
     assert mover.figures.reads_in_flight == 0
 
 
-def test_reads_of_a_stopped_peer_stay_counted_until_it_dies(
-    rig: Rig, mover: Mover, events: queue.SimpleQueue[MoverEvent]
-) -> None:
+def test_reads_of_a_stopped_peer_stay_counted_until_it_dies(rig: Rig, mover: Mover, events: MoverEvents) -> None:
     stopped = rig.new_sender()
     stopped.freeze()
     name = attach(mover, events, stopped)
@@ -567,37 +536,8 @@ def test_reads_of_a_stopped_peer_stay_counted_until_it_dies(
     wait_until(lambda: mover.figures.reads_in_flight == 1 and mover.figures.stuck_reads == 1)
     mover.read(2, name, [ReadRange(70, 5, 2)])
     mover.disconnect(name)
-    queued = events.get(timeout=WITHIN_S)
-    assert isinstance(queued, ReadFailed)
-    assert (queued.read_id, queued.cause) == (2, TransferCause.CANCELLED)
+    assert events.failure() == (2, TransferCause.CANCELLED)
     assert mover.figures.reads_in_flight == 1
     stopped.kill()
-    answer = events.get(timeout=WITHIN_S)
-    assert isinstance(answer, ReadFailed)
-    assert (answer.read_id, answer.cause) == (1, TransferCause.PEER_GONE)
+    assert events.failure() == (1, TransferCause.PEER_GONE)
     assert mover.figures.reads_in_flight == 0
-
-
-def test_the_mover_digests_of_each_pair_the_layers_that_it_brought(
-    rig: Rig, events: queue.SimpleQueue[MoverEvent], shared_sender: AnySender
-) -> None:
-    memory, _ = new_memory(NUM_BLOCKS, 4 * LAYER_BYTES)
-    memory = dataclasses.replace(memory, layout=LAYOUT)
-    digests = block_digests(memory)
-    mover = Mover(lambda: rig.new_backend(memory), events.put, SystemClock(), digests=digests)
-    mover.start()
-    blocks, found = range(4, 20), dict.fromkeys(range(4, 20), 0)
-    for number, sender in enumerate((shared_sender, rig.new_sender())):
-        layers = range(2 * number, 2 * number + 2)
-        mover.connect(part_of(sender, layers))
-        name = sender.memory.incarnation
-        assert events.get(timeout=WITHIN_S) == Connected(name)
-        mover.read(number, name, [ReadRange(blocks.start, 30 + number, len(blocks))], blocks)
-        done, digested = (events.get(timeout=WITHIN_S) for _ in range(2))
-        assert isinstance(done, ReadDone)
-        assert done.num_bytes == len(blocks) * 2 * LAYER_BYTES
-        assert isinstance(digested, BlocksDigested)
-        assert [*digested.digests.values()] == digests(blocks, Division(layers=layers))
-        found = {block: found[block] + digest for block, digest in digested.digests.items()}
-    assert [digest % (1 << 64) for digest in found.values()] == digests(blocks)
-    mover.stop()

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -126,6 +127,13 @@ async def served(handler: FakeGenerationHandler, stall_s: float = 30.0) -> Async
         await server.stop(0)
 
 
+@asynccontextmanager
+async def generating(address: str) -> AsyncIterator[grpc.aio.UnaryStreamCall[Any, Any]]:
+    """A call of a client that is not ours."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        yield generation_pb2_grpc.GenerationStub(channel).Generate(generation_pb2.GenerateRequest(text="x"))
+
+
 async def ask(stub: GenerationStub, request: GenerateRequest | None = None) -> list[GenerateEvent]:
     return [event async for event in stub.generate(request or GenerateRequest([1, 2, 3]), 30.0)]
 
@@ -222,59 +230,37 @@ async def test_undecodable_messages_are_invalid_arguments() -> None:
 
 async def test_fields_beyond_their_bounds_are_refused_by_name_before_the_handler_is_called() -> None:
     pb, handler = generation_pb2, FakeGenerationHandler()
-    params = pb.SamplingParams
     unknown_field = b"\xf8\x7f\x01"
+    params: dict[str, Any] = {
+        "stop": [""] * 17,
+        "stop_token_ids": [1] * 257,
+        "logit_bias": dict.fromkeys(range(301), 1.0),
+        "allowed_token_ids": [1] * 4097,
+        "bad_words": ["a"] * 257,
+        "bad_words_token_ids": [pb.TokenIds(ids=[1])],
+    }
+    too_long = pb.TokenIds(ids=[1] * 262_145)
     cases: list[tuple[str, bytes, str]] = [
-        ("Generate", pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 262_145)).SerializeToString(), "prompt"),
-        ("Generate", pb.GenerateRequest(sampling_params=params(stop=[""] * 17)).SerializeToString(), "stop"),
-        (
-            "Generate",
-            pb.GenerateRequest(sampling_params=params(stop_token_ids=[1] * 257)).SerializeToString(),
-            "stop_token_ids",
-        ),
-        (
-            "Generate",
-            pb.GenerateRequest(sampling_params=params(logit_bias=dict.fromkeys(range(301), 1.0))).SerializeToString(),
-            "logit_bias",
-        ),
-        (
-            "Generate",
-            pb.GenerateRequest(sampling_params=params(allowed_token_ids=[1] * 4097)).SerializeToString(),
-            "allowed_token_ids",
-        ),
-        (
-            "Generate",
-            pb.GenerateRequest(sampling_params=params(bad_words=["a"] * 257)).SerializeToString(),
-            "bad_words",
-        ),
-        (
-            "Generate",
-            pb.GenerateRequest(sampling_params=params(bad_words_token_ids=[pb.TokenIds(ids=[1])])).SerializeToString(),
-            "bad_words_token_ids",
+        ("Generate", pb.GenerateRequest(token_ids=too_long).SerializeToString(), "prompt"),
+        *(
+            ("Generate", pb.GenerateRequest(sampling_params={name: value}).SerializeToString(), name)
+            for name, value in params.items()
         ),
         ("Generate", pb.GenerateRequest(text="x").SerializeToString() + unknown_field * 100_000, "request"),
         ("Generate", pb.GenerateRequest(text="x" * 100_000).SerializeToString() + unknown_field, "2047"),
         ("Resume", pb.ResumeRequest(next_token_index=[0] * 129).SerializeToString(), "next_token_index"),
         ("Detokenize", pb.DetokenizeRequest(token_ids=[1] * 262_145).SerializeToString(), "token_ids"),
         ("Embed", pb.EmbedRequest(inputs=[pb.EmbedInput()] * 2049).SerializeToString(), "inputs"),
-        (
-            "Embed",
-            pb.EmbedRequest(inputs=[pb.EmbedInput(token_ids=pb.TokenIds(ids=[1] * 262_145))]).SerializeToString(),
-            "inputs[0]",
-        ),
+        ("Embed", pb.EmbedRequest(inputs=[pb.EmbedInput(token_ids=too_long)]).SerializeToString(), "inputs[0]"),
         ("Embed", b"\x1a\x04\x0a\x00\x78\x01", "inputs[0].15"),
     ]
     async with served(handler) as (address, _), grpc.aio.insecure_channel(address) as channel:
         for method, message, field in cases:
             path = f"/{generation_service.SERVICE_NAME}/{method}"
             is_unary = method in ("Detokenize", "Embed")
-            answer: Awaitable[object] = (
-                channel.unary_unary(path, None, None)(message)
-                if is_unary
-                else channel.unary_stream(path, None, None)(message).read()
-            )
+            call: Any = (channel.unary_unary if is_unary else channel.unary_stream)(path, None, None)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await answer
+                await (call(message) if is_unary else call(message).read())
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert (caught.value.details() or "").startswith(f"{field}: "), caught.value.details()
     assert handler.requests == []
@@ -294,8 +280,7 @@ async def test_a_client_that_leaves_with_unread_messages_closes_the_handlers_gen
     """The server is then in a write that waits for HTTP/2's flow control."""
     handler = FakeGenerationHandler()
     handler.endless = True
-    async with served(handler) as (address, _), grpc.aio.insecure_channel(address) as channel:
-        call = generation_pb2_grpc.GenerationStub(channel).Generate(generation_pb2.GenerateRequest(text="x"))
+    async with served(handler) as (address, _), generating(address) as call:
         await call.read()
         assert not handler.closed.is_set()
         call.cancel()
@@ -312,8 +297,7 @@ async def count_remaining(call: grpc.aio.UnaryStreamCall[object, object]) -> int
 async def test_a_client_that_stays_but_reads_nothing_is_given_up() -> None:
     handler = FakeGenerationHandler()
     handler.endless = True
-    async with served(handler, stall_s=0.1) as (address, _), grpc.aio.insecure_channel(address) as channel:
-        call = generation_pb2_grpc.GenerationStub(channel).Generate(generation_pb2.GenerateRequest(text="x"))
+    async with served(handler, stall_s=0.1) as (address, _), generating(address) as call:
         await call.read()
         await handler.closed.wait()
         handler.endless = False
@@ -327,8 +311,7 @@ async def test_a_client_that_stays_but_reads_nothing_is_given_up() -> None:
 async def test_a_stream_without_new_messages_is_not_taken_for_stalled() -> None:
     handler = FakeGenerationHandler()
     handler.may_end.clear()
-    async with served(handler, stall_s=0.5) as (address, _), grpc.aio.insecure_channel(address) as channel:
-        call = generation_pb2_grpc.GenerationStub(channel).Generate(generation_pb2.GenerateRequest(text="x"))
+    async with served(handler, stall_s=0.5) as (address, _), generating(address) as call:
         for _ in handler.events:
             await call.read()
         asyncio.get_running_loop().call_later(1.5, handler.may_end.set)
@@ -339,8 +322,7 @@ async def test_chunks_taken_at_once_keep_their_order_and_a_full_stream_takes_non
     handler = FakeGenerationHandler()
     count, size = 400, 1000
     handler.offered = [Chunk(2 + size * number, [7] * size, "x" * size, []) for number in range(count)]
-    async with served(handler) as (address, _), grpc.aio.insecure_channel(address) as channel:
-        call = generation_pb2_grpc.GenerationStub(channel).Generate(generation_pb2.GenerateRequest(text="x"))
+    async with served(handler) as (address, _), generating(address) as call:
         indices = [answer.chunk.first_index async for answer in call if answer.WhichOneof("event") == "chunk"]
         assert indices == [0, *(chunk.first_index for chunk in handler.offered)]
         refused = handler.num_refused
@@ -386,6 +368,16 @@ async def node() -> AsyncIterator[Node]:
     yield node
     await node.client.close()
     await node.server.stop(0)
+
+
+@asynccontextmanager
+async def raw_router(node: Node) -> AsyncIterator[tuple[Any, Any]]:
+    """The call of a router that is not ours, and its port."""
+    async with grpc.aio.insecure_channel(node.address) as channel:
+        call = node_pb2_grpc.NodeStub(channel).Attach()
+        await call.write(node_pb2.AttachRequest(hello=node_pb2.AttachHello(router_id="router-1")))
+        await call.read()
+        yield call, await node.handler.ports.get()
 
 
 async def test_a_router_sends_work_and_receives_reports(node: Node) -> None:
@@ -545,11 +537,7 @@ asyncio.run(main())
 
 async def test_a_router_that_leaves_with_unread_reports_closes_its_port(node: Node) -> None:
     """The node is then in a write that waits for HTTP/2's flow control."""
-    async with grpc.aio.insecure_channel(node.address) as channel:
-        call = node_pb2_grpc.NodeStub(channel).Attach()
-        await call.write(node_pb2.AttachRequest(hello=node_pb2.AttachHello(router_id="router-1")))
-        await call.read()
-        port = await node.handler.ports.get()
+    async with raw_router(node) as (call, port):
         for _ in range(300):
             port.queue.put_nowait(StepReport([RequestDelta(KEY, 0, [9], error="x" * 100_000)], LoadReport()))
         await call.read()
@@ -561,11 +549,7 @@ async def test_a_router_that_leaves_with_unread_reports_closes_its_port(node: No
 
 
 async def test_an_unreadable_submit_fails_its_own_attempt_alone(node: Node) -> None:
-    async with grpc.aio.insecure_channel(node.address) as channel:
-        call = node_pb2_grpc.NodeStub(channel).Attach()
-        await call.write(node_pb2.AttachRequest(hello=node_pb2.AttachHello(router_id="router-1")))
-        await call.read()
-        port = await node.handler.ports.get()
+    async with raw_router(node) as (call, port):
         attempt = node_pb2.Attempt(request_id="r", attempt=1, flight=2**63)
         await call.write(node_pb2.AttachRequest(submit=node_pb2.Submit(attempt=attempt)))
         assert await port.refused.get() == (KEY, "Submit.leg: this version knows no Leg 0")
@@ -584,11 +568,7 @@ async def test_reports_are_abbreviated_only_for_routers_that_can_read_it(node: N
     told = aiter(newest)
     for index in range(3):
         assert [list(delta.token_ids) for delta in (await anext(told)).deltas] == [[index]]
-    async with grpc.aio.insecure_channel(node.address) as channel:
-        older = node_pb2_grpc.NodeStub(channel).Attach()
-        await older.write(node_pb2.AttachRequest(hello=node_pb2.AttachHello(router_id="router-2")))
-        await older.read()
-        port = await node.handler.ports.get()
+    async with raw_router(node) as (older, port):
         for report in reports:
             port.queue.put_nowait(report)
         for index in range(3):

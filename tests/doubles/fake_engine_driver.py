@@ -19,6 +19,10 @@ class FakeEngineDriver(EngineDriver):
         if self._core.has_work() or not self._inbox.empty() or self.has_due:
             self._turn()
 
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            self.turn()
+
     def run(self, limit: int = 100) -> None:
         """Run turns until the thread would sleep. Raises AssertionError if that takes more than `limit` turns."""
         for _ in range(limit):

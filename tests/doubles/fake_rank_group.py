@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 
 from baton.runner.backends.cpu.kernels.barrier import sleep_at_once
 from baton.runner.backends.cpu.kernels.errors import RankLost
-from baton.runner.ranks.group_files import GroupFiles
+from baton.runner.backends.ranks.host_ranks import SharedFiles
 from baton.runner.ranks.rank import FollowingRank
-from baton.runner.ranks.rank_spec import RankSpec
+from baton.runner.stage_spec import StageSpec
 
 
 class FakeRankGroup:
     """Stands for `RankGroup`: its ranks are threads, which can be lost only by `lose`."""
 
-    def __init__(self, spec: RankSpec, files: GroupFiles, abort: Callable[[], None]) -> None:
+    def __init__(self, spec: StageSpec, files: SharedFiles, abort: Callable[[], None]) -> None:
         # Ranks that are threads wait for the interpreter's lock, which a spinning rank does not need.
         sleep_at_once()
         self._abort = abort
@@ -23,7 +23,7 @@ class FakeRankGroup:
         self._is_closing = False
         self.why_lost = ""
         self.pids: Sequence[int] = ()
-        followers = [FollowingRank(spec, rank, files.stages[spec.stage_of(rank).index]) for rank in range(1, spec.size)]
+        followers = [FollowingRank(spec, rank, files) for rank in range(1, spec.tensor_parallel)]
         for follower in followers:
             follower.load()
         self._threads = [threading.Thread(target=self._follow, args=(follower,)) for follower in followers]
@@ -37,8 +37,6 @@ class FakeRankGroup:
             return
         except Exception as error:
             self.lose(f"{type(error).__name__}: {error}")
-        finally:
-            follower.close()
 
     def lose(self, reason: str) -> None:
         """Lose the ranks, as if one of them had ended. Ranks that are being ended are not lost."""

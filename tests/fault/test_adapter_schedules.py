@@ -25,7 +25,6 @@ from baton.node.adapters.adapter_cache import AdapterFault
 from baton.node.adapters.adapter_threads import AdapterThreads
 from baton.registry import DesiredState
 from baton.registry.desired import NamedAdapter
-from baton.runner.simulated import expected_tokens
 from router.operations.adapters import ClusterAdapters
 from router.operations.cluster_events import EventRing
 from router.timers import LoopTimers
@@ -33,6 +32,7 @@ from tests.doubles.fake_adapter_threads import FakeAdapterThreads
 from tests.fault.test_fault_schedules import Schedule
 from tests.support.adapter_files import write_simple_adapter
 from tests.support.simulated_cluster import Answer, SimulatedCluster, SimulatedLimits, SimulatedNode
+from tests.support.simulated_oracle import expected_tokens
 from tests.support.virtual_time import run_virtually
 
 NUM_SCHEDULES = int(os.environ.get("BATON_ADAPTER_SCHEDULES", "30"))

@@ -12,8 +12,8 @@ from collections import Counter
 from baton.errors import BatonError
 from baton.messages.generation import GenerateRequest
 from baton.messages.pooling import EMBEDDING_KINDS, Pooling, PoolingParams, PoolingRequest
-from baton.runner.simulated import expected_embedding
 from tests.fault.test_fault_schedules import HAPPENING_S, Schedule
+from tests.support.simulated_oracle import expected_embedding
 from tests.support.virtual_time import run_virtually
 
 NUM_SCHEDULES = int(os.environ.get("BATON_EMBEDDING_SCHEDULES", "30"))

@@ -20,7 +20,6 @@ from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import BatonError, Cancelled, DeadlineExceeded
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
-from baton.runner.simulated import expected_prompt_logprobs, expected_tokens
 from kv_transfer.mover.pieces import WindowLimits
 from tests.doubles.faulty_transfer_backend import Faults
 from tests.support.seeds import drawn_seeds, named_seed
@@ -32,6 +31,7 @@ from tests.support.simulated_cluster import (
     SimulatedNode,
     simulated_cluster,
 )
+from tests.support.simulated_oracle import expected_prompt_logprobs, expected_tokens
 from tests.support.virtual_time import run_virtually
 
 NUM_SCHEDULES = int(os.environ.get("BATON_FAULT_SCHEDULES", "100"))

@@ -15,9 +15,8 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from tests.support.fuzzed_cluster import SPEC, Run, fuzzed_cluster
-from tests.support.fuzzed_http import JSON, JUNK, fuzzed, post
+from tests.support.fuzzed_http import NO_NUMBERS, NO_TEXTS, fuzzed, mutations, post, wild_bodies
 from tests.support.http_client import Exchange
-from tests.support.mutations import mutated
 
 MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
 
@@ -28,8 +27,6 @@ def run() -> Iterator[Run]:
         yield made
 
 
-NO_NUMBERS: list[Any] = ["1", True, [], {}, [1], 10**400, "\0"]
-NO_TEXTS: list[Any] = [1, True, [], {}, ["x"]]
 TEXTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}]
 CALL = {"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}
 RESULT = {"type": "tool_result", "tool_use_id": "c", "content": TEXTS, "is_error": True}
@@ -196,26 +193,12 @@ def test_good_bodies_are_served_and_one_wrong_field_is_named(run: Run, data: st.
         assert exchange.events[-1].name in last, exchange.body
 
 
-@st.composite
-def wild_bodies(draw: st.DrawFn, path: str) -> bytes:
-    """Arbitrary values under known field names."""
-    body = draw(valid_bodies(path))
-    for name in draw(st.sets(st.sampled_from(sorted(FIELDS[path])), min_size=1, max_size=4)):
-        body[name] = draw(JSON)
-    return json.dumps(body).encode()
-
-
-@st.composite
-def mutations(draw: st.DrawFn, path: str) -> bytes:
-    """The bytes of a valid body with a few of them changed, removed, repeated or inserted."""
-    return mutated(draw, json.dumps(draw(valid_bodies(path))).encode(), 12, JUNK)
-
-
 @fuzzed
 @given(data=st.data(), leaves=st.sampled_from([False, False, False, True]))
 def test_every_body_gets_an_answer(run: Run, data: st.DataObject, leaves: bool) -> None:
     path = data.draw(PATHS)
-    body = data.draw(mutations(path) | wild_bodies(path) | st.binary(max_size=40))
+    valid = valid_bodies(path)
+    body = data.draw(mutations(valid) | wild_bodies(valid, FIELDS[path]) | st.binary(max_size=40))
     exchange = run(lambda cluster: post(cluster, path, body, {}, leaves))
     if leaves:
         return

@@ -16,11 +16,10 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from baton.runner.simulated import expected_embedding
 from tests.support.fuzzed_cluster import SPEC, LetterTokenizer, Run, fuzzed_cluster
-from tests.support.fuzzed_http import JSON, JUNK, fuzzed, post
+from tests.support.fuzzed_http import NO_NUMBERS, NO_TEXTS, fuzzed, mutations, post, wild_bodies
 from tests.support.http_client import Exchange
-from tests.support.mutations import mutated
+from tests.support.simulated_oracle import expected_embedding
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 
@@ -33,8 +32,6 @@ def run() -> Iterator[Run]:
 
 # For each field valid values, then invalid ones.
 
-NO_NUMBERS: list[Any] = ["1", True, [], {}, [1], 10**400, "\0"]
-NO_TEXTS: list[Any] = [1, True, [], {}, ["x"]]
 NO_TAGS: list[Any] = [
     {"type": "structural_tag"},
     {"type": "structural_tag", "format": {"type": "sequence", "elements": []}},
@@ -250,26 +247,12 @@ def comes_back(spoilt: str, body: Mapping[str, Any], headers: Mapping[str, str])
     return is_position and "x-request-id" in headers and bool(body.get("stream")) and body.get("n", 1) == 1
 
 
-@st.composite
-def mutations(draw: st.DrawFn, path: str) -> bytes:
-    """The bytes of a valid body with a few of them changed, removed, repeated or inserted."""
-    return mutated(draw, json.dumps(draw(valid_bodies(path))).encode(), 12, JUNK)
-
-
-@st.composite
-def wild_bodies(draw: st.DrawFn, path: str) -> bytes:
-    """Arbitrary values under known field names."""
-    body = draw(valid_bodies(path))
-    for name in draw(st.sets(st.sampled_from(sorted(fields_of(path))), min_size=1, max_size=4)):
-        body[name] = draw(JSON)
-    return json.dumps(body).encode()
-
-
 @fuzzed
 @given(data=st.data(), leaves=st.sampled_from([False, False, False, True]))
 def test_every_body_gets_an_answer(run: Run, data: st.DataObject, leaves: bool) -> None:
     path = data.draw(PATHS)
-    body = data.draw(mutations(path) | wild_bodies(path) | st.binary(max_size=40))
+    valid = valid_bodies(path)
+    body = data.draw(mutations(valid) | wild_bodies(valid, fields_of(path)) | st.binary(max_size=40))
     headers = {
         name: data.draw(st.text(st.characters(max_codepoint=255), max_size=20))
         for name in data.draw(st.sets(st.sampled_from(sorted(HEADERS)), max_size=1))

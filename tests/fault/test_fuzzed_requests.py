@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
 from baton.messages.sampling import SamplingParams
-from baton.runner.simulated import expected_tokens
 from baton.v1 import generation_pb2 as pb
 from tests.support.fuzzed_cluster import SERVED, SPEC, LetterTokenizer, Run, events_of, fuzzed_cluster, tokens_of
 from tests.support.local_rpc import Reply
 from tests.support.mutations import mutated
 from tests.support.request_bounds import num_prompt_tokens, wrong_fields
+from tests.support.simulated_oracle import expected_tokens
 
 EXAMPLES = int(os.environ.get("BATON_FUZZ_EXAMPLES", "200"))
 

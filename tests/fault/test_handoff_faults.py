@@ -15,7 +15,7 @@ from baton.messages.generation import GenerateRequest
 from decode_node.intake import Intake
 from prefill_node.handoff import HandOff
 from tests.support.simulated_cluster import SimulatedCluster, simulated_cluster
-from tests.support.virtual_time import run_virtually
+from tests.support.virtual_time import virtually
 
 WITHIN_S = 60.0
 
@@ -63,24 +63,22 @@ async def reading(reader: Intake) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_fault_in_a_hand_off_task_ends_the_process(
+@virtually
+async def test_a_fault_in_a_hand_off_task_ends_the_process(
     happens: Callable[[SimulatedCluster, HandOff, Intake], None], kind: str
 ) -> None:
-    async def main() -> None:
-        met: asyncio.Queue[BackgroundFault] = asyncio.Queue()
-        current_watch.set(BackgroundWatch(met.put_nowait))
-        async with simulated_cluster(Random(1), prefill=1, decode=1) as cluster:
-            sender, reader = cluster.nodes["prefill-0"].half, cluster.nodes["decode-0"].half
-            assert isinstance(sender, HandOff)
-            assert isinstance(reader, Intake)
-            cluster.fabric.freeze("prefill-0.1")
-            asking = asyncio.create_task(cluster.generate(GenerateRequest(list(range(30)), "r", max_tokens=8)))
-            await reading(reader)
-            happens(cluster, sender, reader)
-            async with asyncio.timeout(WITHIN_S):
-                fault = await met.get()
-            assert str(fault) == f"background task {kind} failed: ZeroDivisionError('a fault of ours')"
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-
-    run_virtually(main())
+    met: asyncio.Queue[BackgroundFault] = asyncio.Queue()
+    current_watch.set(BackgroundWatch(met.put_nowait))
+    async with simulated_cluster(Random(1), prefill=1, decode=1) as cluster:
+        sender, reader = cluster.nodes["prefill-0"].half, cluster.nodes["decode-0"].half
+        assert isinstance(sender, HandOff)
+        assert isinstance(reader, Intake)
+        cluster.fabric.freeze("prefill-0.1")
+        asking = asyncio.create_task(cluster.generate(GenerateRequest(list(range(30)), "r", max_tokens=8)))
+        await reading(reader)
+        happens(cluster, sender, reader)
+        async with asyncio.timeout(WITHIN_S):
+            fault = await met.get()
+        assert str(fault) == f"background task {kind} failed: ZeroDivisionError('a fault of ours')"
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)

@@ -17,9 +17,9 @@ import pytest
 from baton.failpoints import set_injector
 from baton.messages.generation import Finished, GenerateRequest
 from baton.messages.sampling import SamplingParams
-from baton.runner.simulated import expected_tokens
 from tests.support.handoff_failpoints import HANDOFF_FAILPOINTS, REPEATED_FAILPOINTS, SENDER
 from tests.support.simulated_cluster import SimulatedCluster, SimulatedLimits, simulated_cluster
+from tests.support.simulated_oracle import expected_tokens
 from tests.support.virtual_time import run_virtually
 
 LIMITS = SimulatedLimits(num_blocks=24, chunk=8)

@@ -18,7 +18,6 @@ from baton.errors import TransferCause, TransferFailed
 from baton.messages.generation import GenerateRequest
 from baton.messages.node_report import KV_PROBE_FAILED, ProbeFault
 from baton.messages.sampling import SamplingParams
-from baton.runner.simulated import expected_tokens
 from decode_node import senders
 from decode_node.intake import Intake
 from kv_transfer.receiver.probe_values import ProbeState, ProbeTimes
@@ -30,7 +29,8 @@ from tests.support.simulated_cluster import (
     SimulatedNode,
     simulated_cluster,
 )
-from tests.support.virtual_time import run_virtually
+from tests.support.simulated_oracle import expected_tokens
+from tests.support.virtual_time import run_virtually, virtually
 
 LIMITS = SimulatedLimits(num_blocks=96, chunk=8)
 TIMES = ProbeTimes()
@@ -74,53 +74,47 @@ async def generate(cluster: SimulatedCluster, number: int) -> str:
     return answer.finished.path.prefill_node
 
 
-def test_a_dead_data_path_is_named_on_both_nodes_before_any_request() -> None:
-    async def main() -> None:
-        async with cluster_with_a_dead_data_path() as (cluster, broken):
-            await asyncio.sleep(FAILED_WITHIN_S)
-            for half, peer in ((intake(cluster), "prefill-1"), (broken.half, "decode-0")):
-                (seen,) = half.report().failed_probes
-                assert (seen.peer, seen.fault) == (peer, ProbeFault.TIMED_OUT)
-            assert cluster.nodes["prefill-0"].half.report().failed_probes == []
-            await asyncio.sleep(1.0)
-            shown = details(cluster)
-            assert set(shown) == {"prefill-1", "decode-0"}
-            assert all(detail.startswith(f"{KV_PROBE_FAILED}: decode-0 could not read") for detail in shown.values())
-
-    run_virtually(main())
+@virtually
+async def test_a_dead_data_path_is_named_on_both_nodes_before_any_request() -> None:
+    async with cluster_with_a_dead_data_path() as (cluster, broken):
+        await asyncio.sleep(FAILED_WITHIN_S)
+        for half, peer in ((intake(cluster), "prefill-1"), (broken.half, "decode-0")):
+            (seen,) = half.report().failed_probes
+            assert (seen.peer, seen.fault) == (peer, ProbeFault.TIMED_OUT)
+        assert cluster.nodes["prefill-0"].half.report().failed_probes == []
+        await asyncio.sleep(1.0)
+        shown = details(cluster)
+        assert set(shown) == {"prefill-1", "decode-0"}
+        assert all(detail.startswith(f"{KV_PROBE_FAILED}: decode-0 could not read") for detail in shown.values())
 
 
-def test_streams_end_right_on_other_pairs_and_the_pair_comes_back() -> None:
-    async def main() -> None:
-        async with cluster_with_a_dead_data_path() as (cluster, broken):
-            # Those that come first wait for the probe, as they would for the link.
-            places = await asyncio.gather(*(generate(cluster, number) for number in range(8)))
-            assert set(places) == {"prefill-0"}
-            cluster.fabric.thaw(broken.incarnation)
-            await asyncio.sleep(BACK_WITHIN_S)
-            assert intake(cluster).failed_probes() == broken.half.failed_probes() == []
-            assert details(cluster) == {}
-            places = await asyncio.gather(*(generate(cluster, number) for number in range(8, 24)))
-            assert set(places) == {"prefill-0", "prefill-1"}
-
-    run_virtually(main())
+@virtually
+async def test_streams_end_right_on_other_pairs_and_the_pair_comes_back() -> None:
+    async with cluster_with_a_dead_data_path() as (cluster, broken):
+        # Those that come first wait for the probe, as they would for the link.
+        places = await asyncio.gather(*(generate(cluster, number) for number in range(8)))
+        assert set(places) == {"prefill-0"}
+        cluster.fabric.thaw(broken.incarnation)
+        await asyncio.sleep(BACK_WITHIN_S)
+        assert intake(cluster).failed_probes() == broken.half.failed_probes() == []
+        assert details(cluster) == {}
+        places = await asyncio.gather(*(generate(cluster, number) for number in range(8, 24)))
+        assert set(places) == {"prefill-0", "prefill-1"}
 
 
-def test_the_condition_goes_with_the_node() -> None:
-    async def main() -> None:
-        async with cluster_with_a_dead_data_path() as (cluster, _):
-            await asyncio.sleep(FAILED_WITHIN_S)
-            cluster.kill("prefill-1")
-            await asyncio.sleep(BACK_WITHIN_S)
-            assert intake(cluster).failed_probes() == []
-            successor = await cluster.start("prefill-1")
-            await cluster.wait_until_whole()
-            await cluster.wait_until_joined()
-            assert intake(cluster).failed_probes() == successor.half.failed_probes() == []
-            places = await asyncio.gather(*(generate(cluster, number) for number in range(16)))
-            assert set(places) == {"prefill-0", "prefill-1"}
-
-    run_virtually(main())
+@virtually
+async def test_the_condition_goes_with_the_node() -> None:
+    async with cluster_with_a_dead_data_path() as (cluster, _):
+        await asyncio.sleep(FAILED_WITHIN_S)
+        cluster.kill("prefill-1")
+        await asyncio.sleep(BACK_WITHIN_S)
+        assert intake(cluster).failed_probes() == []
+        successor = await cluster.start("prefill-1")
+        await cluster.wait_until_whole()
+        await cluster.wait_until_joined()
+        assert intake(cluster).failed_probes() == successor.half.failed_probes() == []
+        places = await asyncio.gather(*(generate(cluster, number) for number in range(16)))
+        assert set(places) == {"prefill-0", "prefill-1"}
 
 
 def test_failed_senders_are_probed_again_though_there_are_more_than_absent_ones_may_be(
@@ -145,50 +139,44 @@ def test_failed_senders_are_probed_again_though_there_are_more_than_absent_ones_
     run_virtually(main())
 
 
-def test_a_stopped_node_is_a_lost_one_and_no_failed_probe() -> None:
-    async def main() -> None:
-        async with simulated_cluster(Random(1), limits=LIMITS) as cluster:
-            stopped = await cluster.start("prefill-1")
-            cluster.stop(stopped)
-            await asyncio.sleep(FAILED_WITHIN_S)
-            assert intake(cluster).failed_probes() == []
-            cluster.resume(stopped)
-            await cluster.wait_until_whole()
-            assert await generate(cluster, 1) in ("prefill-0", "prefill-1")
-
-    run_virtually(main())
+@virtually
+async def test_a_stopped_node_is_a_lost_one_and_no_failed_probe() -> None:
+    async with simulated_cluster(Random(1), limits=LIMITS) as cluster:
+        stopped = await cluster.start("prefill-1")
+        cluster.stop(stopped)
+        await asyncio.sleep(FAILED_WITHIN_S)
+        assert intake(cluster).failed_probes() == []
+        cluster.resume(stopped)
+        await cluster.wait_until_whole()
+        assert await generate(cluster, 1) in ("prefill-0", "prefill-1")
 
 
-def test_a_link_that_was_lost_is_opened_again_without_a_request() -> None:
-    async def main() -> None:
-        async with simulated_cluster(Random(1), limits=LIMITS) as cluster:
-            stopped = await cluster.start("prefill-1")
-            await cluster.wait_until_joined()
-            probes = intake(cluster).probes
-            cluster.stop(stopped)
-            await asyncio.sleep(FAILED_WITHIN_S)
-            assert probes.state(stopped.incarnation) is None
-            cluster.resume(stopped)
-            await asyncio.sleep(BACK_WITHIN_S)
-            # It has a link, and no other probe: one of two incarnations is enough.
-            assert probes.state(stopped.incarnation) is not None
-            assert probes.outcomes["prefill-1", "passed"] == 1
-            await cluster.wait_until_whole()
-
-    run_virtually(main())
+@virtually
+async def test_a_link_that_was_lost_is_opened_again_without_a_request() -> None:
+    async with simulated_cluster(Random(1), limits=LIMITS) as cluster:
+        stopped = await cluster.start("prefill-1")
+        await cluster.wait_until_joined()
+        probes = intake(cluster).probes
+        cluster.stop(stopped)
+        await asyncio.sleep(FAILED_WITHIN_S)
+        assert probes.state(stopped.incarnation) is None
+        cluster.resume(stopped)
+        await asyncio.sleep(BACK_WITHIN_S)
+        # It has a link, and no other probe: one of two incarnations is enough.
+        assert probes.state(stopped.incarnation) is not None
+        assert probes.outcomes["prefill-1", "passed"] == 1
+        await cluster.wait_until_whole()
 
 
-def test_without_another_pair_the_error_says_why() -> None:
-    async def main() -> None:
-        limits = replace(LIMITS, meets_senders=False, on_transfer_failure="fail")
-        async with simulated_cluster(Random(1), limits=limits) as cluster:
-            cluster.fabric.freeze("prefill-0.1")
-            answer = await cluster.generate(GenerateRequest([1] * 30, "r", temperature=0.0, max_tokens=8))
-            assert isinstance(answer.error, TransferFailed)
-            assert answer.error.cause is TransferCause.PROBE_FAILED
-            cluster.fabric.thaw("prefill-0.1")
-
-    run_virtually(main())
+@virtually
+async def test_without_another_pair_the_error_says_why() -> None:
+    limits = replace(LIMITS, meets_senders=False, on_transfer_failure="fail")
+    async with simulated_cluster(Random(1), limits=limits) as cluster:
+        cluster.fabric.freeze("prefill-0.1")
+        answer = await cluster.generate(GenerateRequest([1] * 30, "r", temperature=0.0, max_tokens=8))
+        assert isinstance(answer.error, TransferFailed)
+        assert answer.error.cause is TransferCause.PROBE_FAILED
+        cluster.fabric.thaw("prefill-0.1")
 
 
 class CorruptingCluster(SimulatedCluster):
@@ -197,21 +185,19 @@ class CorruptingCluster(SimulatedCluster):
     has_faults_in_probes = True
 
 
-def test_bytes_that_arrive_wrong_are_named_so_and_never_used() -> None:
-    async def main() -> None:
-        faults = [Faults(), Faults(), Faults(corrupt=1.0)]
-        async with simulated_cluster(
-            Random(1), prefill=1, decode=2, limits=LIMITS, faults=lambda: faults.pop(0), cluster=CorruptingCluster
-        ) as cluster:
-            (seen,) = intake(cluster, "decode-1").failed_probes()
-            assert seen.fault is ProbeFault.WRONG_BYTES
-            assert intake(cluster, "decode-0").failed_probes() == []
-            await asyncio.gather(*(generate(cluster, number) for number in range(8)))
-            failed = [event.detail for event in cluster.nodes["decode-1"].log.after(0) if event.name == "kv_failed"]
-            assert failed
-            assert set(failed) <= {TransferCause.PROBE_FAILED.value}
-
-    run_virtually(main())
+@virtually
+async def test_bytes_that_arrive_wrong_are_named_so_and_never_used() -> None:
+    faults = [Faults(), Faults(), Faults(corrupt=1.0)]
+    async with simulated_cluster(
+        Random(1), prefill=1, decode=2, limits=LIMITS, faults=lambda: faults.pop(0), cluster=CorruptingCluster
+    ) as cluster:
+        (seen,) = intake(cluster, "decode-1").failed_probes()
+        assert seen.fault is ProbeFault.WRONG_BYTES
+        assert intake(cluster, "decode-0").failed_probes() == []
+        await asyncio.gather(*(generate(cluster, number) for number in range(8)))
+        failed = [event.detail for event in cluster.nodes["decode-1"].log.after(0) if event.name == "kv_failed"]
+        assert failed
+        assert set(failed) <= {TransferCause.PROBE_FAILED.value}
 
 
 @pytest.mark.parametrize("size", [BLOCK_SIZE // 2, 2 * BLOCK_SIZE])

@@ -1,4 +1,4 @@
-"""Processes of ranks that are killed or stopped, and the death of the process that started them."""
+"""Processes of ranks, and of stages with caches of their own, that are killed or stopped, or whose leader is."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from baton.errors import ConfigError
 from baton.messages.sampling import SamplingParams
 from baton.processes.fork_server import own_fork_server
 from baton.runner.backends.cpu.kernels.errors import RankLost
+from baton.runner.backends.ranks.host_ranks import SharedFiles
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.ranks.group_files import GroupFiles
 from baton.runner.ranks.rank_group import RankGroup
-from baton.runner.ranks.rank_spec import RankSpec
+from baton.runner.remote_stages.stages_here import start_on
 from baton.runner.spec import TorchSpec
+from baton.runner.stage_spec import StageSpec
 from tests.support.idle_leader import ranks_of_killed_leader
 from tests.support.process_counts import shared_memory_segments
 from tests.support.rank_processes import wait_until_gone
@@ -58,18 +59,18 @@ def step(request_id: str) -> SchedulerOutput:
 
 
 @pytest.mark.parametrize(
-    ("kind", "number", "reason", "start"),
+    ("number", "reason", "start"),
     [
-        ("tensor_parallel", signal.SIGKILL, "was ended by SIGKILL", "ranks_as_programs"),
-        ("pipeline_parallel", signal.SIGSTOP, "sends no heartbeats", "forked_ranks"),
+        (signal.SIGKILL, "was ended by SIGKILL", "ranks_as_programs"),
+        (signal.SIGSTOP, "sends no heartbeats", "forked_ranks"),
     ],
 )
 def test_a_killed_or_stopped_rank_ends_the_group(
-    model: Path, kind: str, number: signal.Signals, reason: str, start: str, request: pytest.FixtureRequest
+    model: Path, number: signal.Signals, reason: str, start: str, request: pytest.FixtureRequest
 ) -> None:
     request.getfixturevalue(start)
     shared, told = shared_memory_segments(), queue.SimpleQueue[str]()
-    with closing(load_runner(TorchSpec(model, dtype="float32", num_blocks=16, **{kind: 2}))) as runner:  # type: ignore[arg-type]
+    with closing(load_runner(TorchSpec(model, dtype="float32", num_blocks=16, tensor_parallel=2))) as runner:
         (pid,) = pids_of(runner)
         runner.on_lost(told.put)
         # Whoever ends a group of processes with these lets the first rank finish its work.
@@ -85,16 +86,70 @@ def test_a_killed_or_stopped_rank_ends_the_group(
     assert shared_memory_segments() == shared
 
 
-def test_ranks_end_with_the_process_that_started_them(model: Path) -> None:
-    pids = ranks_of_killed_leader("ranks", model)
-    assert len(pids) == 1
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2)])
+def test_ranks_and_stages_end_with_the_process_that_started_them(model: Path, tp: int, pp: int) -> None:
+    pids = ranks_of_killed_leader(tp, pp, model)
+    assert len(set(pids)) == tp * pp - 1
     wait_until_gone(pids)
 
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_can_not_load_the_model_says_why(model: Path) -> None:
-    def start(spec: RankSpec, files: GroupFiles, abort: Callable[[], None]) -> RankGroup:
+    def start(spec: StageSpec, files: SharedFiles, abort: Callable[[], None]) -> RankGroup:
         return RankGroup(replace(spec, model_dir="/nowhere"), files, abort)
 
     with pytest.raises(ConfigError, match=r"can't be divided among ranks: rank 1 .* exit code 1: .*/nowhere"):
         load_runner(TorchSpec(model, dtype="float32", num_blocks=16, tensor_parallel=2), start_ranks=start)
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGKILL, "was ended by SIGKILL"), (signal.SIGSTOP, "sends no heartbeats")]
+)
+def test_a_killed_or_stopped_stage_ends_them_all(model: Path, number: signal.Signals, reason: str) -> None:
+    told = queue.SimpleQueue[str]()
+    with closing(load_runner(TorchSpec(model, dtype="float32", num_blocks=16, pipeline_parallel=3))) as runner:
+        own, second, third = runner.rank_reports()
+        assert (own.pid, second.rank, third.rank) == (os.getpid(), 1, 2)
+        assert second.is_up
+        runner.on_lost(told.put)
+        # Whoever ends a group of processes with these lets the leader finish its work.
+        for name in (signal.SIGTERM, signal.SIGINT):
+            os.kill(second.pid, name)
+        assert runner.execute_model(step("before")).sampled_token_ids["before"]
+        os.kill(third.pid, number)
+        # A stage that is stopped is noticed soon when something is to be computed.
+        with pytest.raises(RankLost, match=reason):
+            runner.execute_model(step("behind"))
+        assert told.get(timeout=BOUND_S) == f"rank 2 (process {third.pid}) {reason}"
+        assert not any(report.is_up for report in runner.rank_reports()[1:])
+    wait_until_gone([second.pid, third.pid])
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_a_killed_rank_of_any_stage_ends_them_all(model: Path, place: int) -> None:
+    """The last stage has the ranks 0 and 1, and the first one 2 and 3."""
+    told = queue.SimpleQueue[str]()
+    spec = TorchSpec(model, dtype="float32", num_blocks=16, tensor_parallel=2, pipeline_parallel=2)
+    with closing(load_runner(spec)) as runner:
+        reports = runner.rank_reports()
+        assert [report.rank for report in reports] == [0, 1, 2, 3]
+        assert all(report.is_up for report in reports)
+        runner.on_lost(told.put)
+        assert runner.execute_model(step("before")).sampled_token_ids["before"]
+        os.kill(reports[place].pid, signal.SIGKILL)
+        assert f"rank {place} (process {reports[place].pid}) was ended by SIGKILL" in told.get(timeout=BOUND_S)
+        with pytest.raises(RankLost, match=f"rank {place} "):
+            runner.execute_model(step("behind"))
+    wait_until_gone([report.pid for report in reports[1:]])
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_stage_that_can_not_load_the_model_says_why(model: Path) -> None:
+    spec = TorchSpec(model, dtype="float32", num_blocks=16, pipeline_parallel=2)
+    stages = start_on(["cpu"], replace(spec, model_dir=Path("/nowhere")))
+    pids = stages.pids
+    with pytest.raises(ConfigError, match=r"rank 1 \(process \d+\) has failed: .*/nowhere"):
+        load_runner(spec, stages=stages)
+    wait_until_gone(pids)

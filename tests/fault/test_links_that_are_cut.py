@@ -10,9 +10,9 @@ import pytest
 
 from baton.messages.generation import Finished, GenerateRequest
 from baton.messages.sampling import SamplingParams
-from baton.runner.simulated import expected_tokens
 from router.flight.flight_table import AttemptCause
 from tests.support.simulated_cluster import Answer, SimulatedCluster, SimulatedLimits, simulated_cluster
+from tests.support.simulated_oracle import expected_tokens
 from tests.support.virtual_time import VirtualTimeLoop, run_virtually
 
 PROMPT = list(range(30))

@@ -12,13 +12,13 @@ from random import Random
 
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
-from baton.runner.simulated import expected_tokens
 from decode_node.intake import Intake
 from kv_transfer.link.link_messages import ReadConfirmed, SenderMessage
 from kv_transfer.sender.lease_values import LeaseEvent
 from prefill_node.handoff import HandOff
 from tests.doubles.faulty_transfer_backend import Faults
 from tests.support.simulated_cluster import Answer, SimulatedCluster, SimulatedLimits, simulated_cluster
+from tests.support.simulated_oracle import expected_tokens
 from tests.support.virtual_time import run_virtually
 
 LEASE_S = 0.05

@@ -19,12 +19,12 @@ from baton.errors import AttemptsExhausted, BatonError, Cancelled, StreamDiverge
 from baton.messages.generation import GenerateRequest
 from baton.messages.node import Role
 from baton.messages.sampling import SamplingParams
-from baton.runner.simulated import expected_prompt_logprobs, expected_tokens
 from router.dispatcher import Dispatcher
 from router.flight.flight_table import AttemptCause
 from tests.doubles.faulty_transfer_backend import Faults
 from tests.support.seeds import drawn_seeds, named_seed
 from tests.support.simulated_cluster import SimulatedLimits, simulated_cluster
+from tests.support.simulated_oracle import expected_prompt_logprobs, expected_tokens
 from tests.support.simulated_routers import RoutedCluster
 from tests.support.virtual_time import run_virtually
 

@@ -14,11 +14,11 @@ from baton.errors import Unreachable
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest
 from baton.messages.node import Abort, Adopt
 from baton.messages.sampling import SamplingParams
-from baton.runner.simulated import expected_tokens
 from router.flight.flight_table import AttemptCause
 from tests.doubles.faulty_transfer_backend import Faults
 from tests.support.always_first import AlwaysFirst
 from tests.support.simulated_cluster import Answer, SimulatedLimits, simulated_cluster
+from tests.support.simulated_oracle import expected_tokens
 from tests.support.simulated_routers import RoutedCluster
 from tests.support.virtual_time import run_virtually
 

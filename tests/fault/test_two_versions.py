@@ -21,11 +21,12 @@ from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
 from baton.registry import DesiredState
 from baton.runner import SimulatedSpec
-from baton.runner.simulated import SimulatedRunner, expected_tokens
+from baton.runner.simulated import SimulatedRunner
 from router.placement.versions import PASSES_OVER_AFTER_S
 from tests.doubles.faulty_transfer_backend import Faults
 from tests.support.seeds import drawn_seeds, named_seed
 from tests.support.simulated_cluster import Answer, SimulatedCluster, SimulatedLimits, SimulatedNode, simulated_cluster
+from tests.support.simulated_oracle import expected_tokens
 from tests.support.simulated_routers import RoutedCluster
 from tests.support.virtual_time import run_virtually
 

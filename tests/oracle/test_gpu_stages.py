@@ -44,8 +44,8 @@ pytestmark = [
 ]
 
 
-def start_on_one_gpu(model_dir: Path, count: int, num_threads: int, first_device: torch.device) -> StageLeader:
-    return start_on([str(first_device)] * (count - 1), model_dir, num_threads)
+def start_on_one_gpu(spec: TorchSpec, first_device: torch.device) -> StageLeader:
+    return start_on([str(first_device)] * (spec.pipeline_parallel - 1), spec)
 
 
 @contextmanager

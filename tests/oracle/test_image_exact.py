@@ -28,6 +28,7 @@ from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
 from tests.doubles.fake_clock import FakeClock
 from tests.doubles.fake_rank_group import FakeRankGroup
+from tests.doubles.fake_stages import FakeStages
 from tests.oracle.test_token_exact import NEW_TOKENS, run_all
 from tests.support.image_models import IMAGE_MODELS, IMAGE_TOKEN_ID, random_image, write_image_model
 
@@ -188,6 +189,7 @@ def test_bits_in_bfloat16_depend_on_the_request_alone(directory: Path, prompts: 
     divided = load_runner(
         TorchSpec(directory, dtype="bfloat16", num_blocks=64, tensor_parallel=2, pipeline_parallel=2),
         start_ranks=FakeRankGroup,
+        start_stages=FakeStages.start,
     )
     for runner, budget in ((alone, 24), (alone, 200), (divided, 40)):
         engine = engine_of(runner, max_num_batched_tokens=budget, enable_prefix_caching=False)

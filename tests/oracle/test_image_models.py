@@ -28,6 +28,7 @@ from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import DTYPES, load_model
 from baton.runner.spec import CacheSpec, TorchSpec, WeightSpec
 from tests.doubles.fake_rank_group import FakeRankGroup
+from tests.doubles.fake_stages import FakeStages
 from tests.oracle.test_token_exact import NEW_TOKENS, generate_with, make_engine, make_prompts, run_all
 from tests.support.image_models import IMAGE_MODELS, IMAGE_TOKEN_ID, random_image, write_image_model
 
@@ -77,6 +78,7 @@ def test_ranks_and_stages_of_the_text_part_have_the_same_tokens(directory: Path)
             load_runner(
                 TorchSpec(directory, dtype="bfloat16", num_blocks=64, tensor_parallel=ranks, pipeline_parallel=ranks),
                 start_ranks=FakeRankGroup,
+                start_stages=FakeStages.start,
             )
         ) as runner:
             requests = [Request(key, RequestSpec(prompt, greedy)) for key, prompt in prompts.items()]

@@ -1,6 +1,7 @@
-"""A model in stages with caches of their own gives the bits of one process, for each kind of architecture.
+"""A model in stages on several hosts: what its stages must have in common, and how they fail.
 
-The stages before the last are threads of this process, over connected sockets as between hosts.
+The stages before the last are threads of this process, over connected sockets as between hosts. That they give the
+bits of one process is in test_ranks_exact.py.
 """
 
 from __future__ import annotations
@@ -11,25 +12,19 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
-import torch
 
 from baton.engine.request import Request
 from baton.engine.runner import RunnerLost
 from baton.errors import ConfigError
 from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
-from baton.messages.speculation import SpeculationConfig
-from baton.runner.execution.step_thread import StepThread
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model.transformer import Transformer
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
 from tests.doubles.fake_stages import FakeStages
-from tests.oracle.test_ranks_exact import ALONE, NAMED, NEW_TOKENS, compute, loaded
+from tests.oracle.test_ranks_exact import ALONE, caches_of, loaded
 from tests.oracle.test_token_exact import make_engine
 from tests.support.load_with import load_with
 from tests.support.tiny_models import TINY_MODELS
@@ -37,104 +32,13 @@ from tests.support.tiny_models import TINY_MODELS
 
 @contextmanager
 def in_stages(directory: Path, count: int, **settings: Any) -> Iterator[TorchModelRunner]:
-    """A runner whose model is divided among so many stages, each with a cache of its own layers."""
+    """A runner whose model is divided among so many stages, as on several hosts."""
     made: dict[str, Any] = {"block_size": 16, "num_blocks": 64, "stages": FakeStages(count, directory)}
     runner = load_with(directory, pipeline_parallel=count, **made | settings)
     try:
         yield runner
     finally:
         runner.close()
-
-
-def caches_of(runner: TorchModelRunner) -> list[Transformer]:
-    """The transformers of all stages."""
-    stages = runner._leader
-    assert isinstance(stages, FakeStages)
-    return [*(worker._transformer for worker in stages.workers), runner._transformer]
-
-
-def bytes_of_blocks(transformer: Transformer) -> npt.NDArray[np.uint8]:
-    """[blocks, bytes of a block]."""
-    return transformer.kv_cache.view(torch.uint8).numpy().reshape(transformer.num_blocks, -1)
-
-
-@pytest.mark.parametrize("name", [*NAMED, "gpt2"])
-def test_stages_with_caches_of_their_own_give_the_bits_of_one_process(tmp_path: Path, name: str) -> None:
-    write_random_model(tmp_path, TINY_MODELS[name], seed=5)
-    sampling = SamplingParams(temperature=0.7, seed=3, max_tokens=NEW_TOKENS, repetition_penalty=1.1)
-    dtype, count = ("float32", 3) if name in NAMED else ("bfloat16", 2)
-    with loaded(tmp_path, ALONE, dtype=dtype) as alone:
-        expected = compute(alone, sampling)
-        info, layout = alone.model, alone.layout
-        blocks = bytes_of_blocks(alone._transformer).copy()
-    with in_stages(tmp_path, count, dtype=dtype) as divided:
-        computed = compute(divided, sampling)
-        assert computed.tokens == expected.tokens
-        assert np.array_equal(np.concatenate(computed.logits), np.concatenate(expected.logits))
-        assert divided.layout == layout
-        assert (divided.model.numerics, divided.model.fingerprint) == (info.numerics, info.fingerprint)
-        assert divided.model.bit_exact
-        caches = caches_of(divided)
-        assert [len(each.own_layers) for each in caches] == [
-            each.memory.own_layout.num_layers for each in caches if each.memory.own_layout is not None
-        ]
-        if len(layout.groups) == 1:
-            # Each stage has its layers of every block, and nothing else.
-            assert np.array_equal(np.concatenate([bytes_of_blocks(each) for each in caches], axis=1), blocks)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3"])
-def test_swapped_requests_have_the_same_bits(tmp_path: Path, name: str) -> None:
-    """Every stage moves its part of a block to its host tier and back."""
-    write_random_model(tmp_path, TINY_MODELS[name], seed=5)
-    sampling = SamplingParams(temperature=0.0, max_tokens=2 * NEW_TOKENS)
-    groups = 3 if name == "gemma3_text" else 1
-    settings: dict[str, Any] = {"dtype": "float32", "num_blocks": 9 * groups, "host_cache_bytes": 64 << 20}
-    runs = []
-    for made in (loaded(tmp_path, ALONE, **settings), in_stages(tmp_path, 2, **settings)):
-        with made as runner:
-            limits: dict[str, Any] = {"preemption_mode": "swap", "num_host_blocks": runner.num_host_blocks}
-            runs.append(compute(runner, sampling, **limits))
-    assert runs[0].num_preemptions > 0
-    assert runs[1].tokens == runs[0].tokens
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"cache_dtype": "int8"}, {"cache_dtype": "fp8", "dtype": "bfloat16"}, {"quantization": "int8"}],
-    ids=lambda settings: "-".join(map(str, settings.values())),
-)
-def test_quantised_weights_and_caches_have_the_same_bits(tmp_path: Path, settings: dict[str, Any]) -> None:
-    write_random_model(tmp_path, TINY_MODELS["mixtral"], seed=5)
-    sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
-    settings = {"dtype": "float32"} | settings
-    with loaded(tmp_path, ALONE, **settings) as runner:
-        expected = compute(runner, sampling)
-    with in_stages(tmp_path, 2, **settings) as runner:
-        computed = compute(runner, sampling)
-    assert computed.tokens == expected.tokens
-    assert np.array_equal(np.concatenate(computed.logits), np.concatenate(expected.logits))
-
-
-@pytest.mark.parametrize(("name", "count"), [("llama", 2), ("gemma3_text", 3)])
-def test_steps_that_are_decided_ahead_have_the_same_bits(tmp_path: Path, name: str, count: int) -> None:
-    write_random_model(tmp_path, TINY_MODELS[name], seed=5)
-    sampling = SamplingParams(temperature=0.7, seed=3, max_tokens=2 * NEW_TOKENS)
-    with loaded(tmp_path, ALONE, dtype="float32") as runner:
-        expected = compute(runner, sampling)
-    with in_stages(tmp_path, count, dtype="float32") as runner:
-        assert compute(runner, sampling, StepThread()).tokens == expected.tokens
-
-
-def test_drafts_and_the_logprobs_of_prompts_are_those_of_one_process(tmp_path: Path) -> None:
-    write_random_model(tmp_path, TINY_MODELS["qwen3"], seed=5)
-    sampling = SamplingParams(temperature=0.0, max_tokens=2 * NEW_TOKENS, prompt_logprobs=2, logprobs=2)
-    speculation = SpeculationConfig(prompt_lookup_min=1)
-    with loaded(tmp_path, ALONE, dtype="float32") as runner:
-        expected = compute(runner, sampling, speculation=speculation)
-    with in_stages(tmp_path, 2, dtype="float32") as runner:
-        # How long drafts are depends on measured times, and so do the steps; the tokens do not.
-        assert compute(runner, sampling, speculation=speculation).tokens == expected.tokens
 
 
 def test_all_stages_count_the_same_blocks_in_the_bytes_of_the_largest_part(tmp_path: Path) -> None:
@@ -144,6 +48,17 @@ def test_all_stages_count_the_same_blocks_in_the_bytes_of_the_largest_part(tmp_p
         assert (len(first.own_layers), len(second.own_layers)) == (2, 1)
         assert first.num_blocks == second.num_blocks == (1 << 20) // first.memory.block_bytes
         assert first.memory.block_bytes == 2 * second.memory.block_bytes
+
+
+def test_the_stages_of_one_cpu_share_the_bytes_of_cache_and_host_tier(tmp_path: Path) -> None:
+    write_random_model(tmp_path, {**TINY_MODELS["llama"], "num_hidden_layers": 3}, seed=5)
+    sizes: dict[str, Any] = {"num_blocks": None, "cache_bytes": 1 << 20, "host_cache_bytes": 1 << 21}
+    settings = {"dtype": "float32", **sizes}
+    with loaded(tmp_path, ALONE, **settings) as alone, loaded(tmp_path, (1, 2), **settings) as runner:
+        caches = caches_of(runner)
+        assert {cache.num_blocks for cache in caches} == {alone.memory.num_blocks}
+        assert sum(cache.memory.block_bytes for cache in caches) == alone.memory.block_bytes
+        assert runner.num_host_blocks == alone.num_host_blocks > 0
 
 
 def test_other_weights_on_another_host_are_refused(tmp_path: Path) -> None:

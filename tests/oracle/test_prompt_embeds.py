@@ -222,17 +222,14 @@ def test_drafts_change_no_token_and_beams_are_those_of_the_tokens(tmp_path: Path
     assert all(len(beam) == 12 for beam in found["rows"])
 
 
-@pytest.mark.parametrize("how", ["ranks", "stages", "stages with own caches"])
+@pytest.mark.parametrize("how", ["ranks", "stages"])
 def test_ranks_and_stages_give_the_bits_of_one_process(tmp_path: Path, how: str) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama" if how == "ranks" else "gpt2"], seed=5)
     choices: dict[str, dict[str, Any]] = {
         "ranks": {"tensor_parallel": 2, "start_ranks": FakeRankGroup},
-        "stages": {"pipeline_parallel": 2, "start_ranks": FakeRankGroup},
-        "stages with own caches": {"pipeline_parallel": 3},
+        "stages": {"pipeline_parallel": 3, "start_stages": FakeStages.start},
     }
     settings = choices[how]
-    if how == "stages with own caches":
-        settings["stages"] = FakeStages(3, tmp_path)
     one = load_runner(TorchSpec(tmp_path, dtype="bfloat16", block_size=BLOCK_SIZE, num_blocks=64))
     prompts = prompts_of(one.model.row_width)
     expected = run_recorded(make_engine(one), prompts, DRAWN)

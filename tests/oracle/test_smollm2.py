@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from baton.text.model_template import ModelTemplate
 from baton.text.tokenizer import Tokenizer
 from tests.doubles.fake_workers import FakeWorkers
 from tests.oracle.test_token_exact import make_engine
-from tests.unit.runner.test_quantized_loading import error, logits
+from tests.support.packed_runs import error, logits
 
 MAX_TOKENS = 12
 QUESTIONS = (
@@ -52,12 +52,12 @@ def model_dir() -> Path:
     return found.directory
 
 
-def rendered(model_dir: Path) -> dict[str, list[int]]:
+def rendered(model_dir: Path, questions: Sequence[str] = QUESTIONS) -> dict[str, list[int]]:
     template, tokenizer = ModelTemplate.load(model_dir, FakeWorkers()), Tokenizer.load(model_dir)
     now = datetime.now(UTC)
     return {
         question: tokenizer.encode_rendered(template.render([{"role": "user", "content": question}], now))
-        for question in QUESTIONS
+        for question in questions
     }
 
 
@@ -110,7 +110,7 @@ def dequantized(model_dir: Path) -> TorchModelRunner:
 def test_greedy_answers_equal_generate(model_dir: Path, dequantized: TorchModelRunner, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    prompts = rendered(model_dir)
+    prompts = rendered(model_dir, QUESTIONS[::3])
     module = AutoModelForCausalLM.from_pretrained(
         written_plain(model_dir, tmp_path), dtype=torch.float32, local_files_only=True
     ).eval()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import datetime
 import http.client
+import ipaddress
 import json
+import os
 import pickle
 import random
+import re
 import socket
 import ssl
 from collections.abc import Iterator
@@ -27,7 +30,6 @@ from baton.security.matrix import CallerRole, callers_of_rpc
 from baton.security.tls_files import certificate_files
 from baton.wire.credentials import Dialer
 from tests.support.free_ports import first_free_port
-from tests.support.listening_sockets import listening_sockets
 from tests.support.process_cluster import ProcessCluster, process_cluster
 from tests.support.rpc_methods import METHODS
 
@@ -35,6 +37,40 @@ BOUND_S = 30.0
 HARMLESS = ("GetStatus", "Describe", "Trace", "ListModels", "Attach", "Open", "Check")
 """Methods that may be called with an empty message and end at once."""
 NAMES = ("prefill-0", "decode-0", "router-0")
+_LISTEN = "0A"
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def listening_sockets(pid: int) -> set[tuple[Address, int]]:
+    """Return address and port of every TCP socket on which the process listens."""
+    inodes = _sockets(pid)
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTEN and fields[9] in inodes:
+                host, _, port = fields[1].partition(":")
+                found.add((_address(host), int(port, 16)))
+    return found
+
+
+def _sockets(pid: int) -> set[str]:
+    found = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            named = re.match(r"socket:\[(\d+)\]", os.readlink(descriptor))
+        except OSError:
+            continue
+        if named:
+            found.add(named[1])
+    return found
+
+
+def _address(text: str) -> Address:
+    """Parse an address of /proc/net/tcp: words of four bytes in host order. IPv4-mapped IPv6 addresses become IPv4."""
+    words = [bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8)]
+    address = ipaddress.ip_address(b"".join(words))
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 class Explosive:

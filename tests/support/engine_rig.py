@@ -115,9 +115,25 @@ class EngineRig:
         self._note(self.scheduler.take_refusals())
         return request
 
+    def begin(self, request_id: str, prompt: Sequence[int] | int, **fields: Any) -> Request:
+        """Queue a request, see `add`, and run one step."""
+        request = self.add(request_id, prompt, **fields)
+        self.step()
+        return request
+
+    def complete(self, request_id: str, prompt: Sequence[int] | int, **fields: Any) -> Request:
+        """Queue a request, see `add`, and run steps until the engine has no work."""
+        request = self.add(request_id, prompt, **fields)
+        self.run()
+        return request
+
     def step(self) -> list[EngineCoreOutput]:
         """Run one step and return its outputs."""
         return self._note(self.core.step())
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
 
     def commit(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput | None = None

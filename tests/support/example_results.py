@@ -103,7 +103,7 @@ def measurement(
             "router and network": 1.4,
         },
         "timeline": timeline,
-        **({"outcomes": outcomes.columns(0.0)} if has_outcomes else {}),
+        **({"outcomes": outcomes.columns()} if has_outcomes else {}),
     }
 
 
@@ -153,6 +153,6 @@ def all_failed(requests: int = 40) -> dict[str, Any]:
     for index in range(requests):
         outcomes.append(Outcome(index, index / 4, index / 4, None, index / 4, 512, 0, error="connection refused"))
     result["arrangements"][0]["rates"] = [
-        {"rate": 4.0, "summary": summarize(outcomes, requests / 4, SLO), "outcomes": outcomes.columns(0.0)}
+        {"rate": 4.0, "summary": summarize(outcomes, requests / 4, SLO), "outcomes": outcomes.columns()}
     ]
     return result

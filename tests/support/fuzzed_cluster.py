@@ -13,7 +13,6 @@ from baton.messages.generation import ModelCard
 from baton.messages.ids import AttemptKey
 from baton.messages.node import NodeDescription, StepReport
 from baton.messages.sampling import SamplingParams
-from baton.runner.simulated import expected_tokens
 from baton.v1 import generation_pb2 as pb
 from baton.wire.services.generation_service import SERVICE_NAME, GenerationServicer
 from router.dispatcher import Dispatcher
@@ -25,6 +24,7 @@ from tests.doubles.faulty_transfer_backend import Faults
 from tests.support.local_rpc import LocalServer, Reply
 from tests.support.request_bounds import Served
 from tests.support.simulated_cluster import SimulatedCluster, SimulatedLimits
+from tests.support.simulated_oracle import expected_tokens
 from tests.support.virtual_time import VirtualTimeLoop
 
 LIMITS = SimulatedLimits(num_blocks=192, chunk=256, max_num_seqs=16, digests=False)

@@ -36,6 +36,7 @@ from kv_transfer.piece_plan import ReadRange
 from kv_transfer.receiver.join_probe import JoinProbes
 from kv_transfer.receiver.probe_values import ProbeState, ProbeTimes
 from kv_transfer.receiver.transfer import TransferBook
+from kv_transfer.sender.lease_values import LeaseTimes
 from prefill_node.connector import OfferConnector
 from prefill_node.handoff import HandOff
 from tests.doubles.fake_clock import FakeClock
@@ -45,6 +46,14 @@ BLOCK_SIZE = 4
 BLOCK_BYTES = 64
 NUM_BLOCKS = 1280
 VOCAB_SIZE = 1000
+KEY = "req#1"
+ATTEMPT = AttemptKey("req", 1)
+NUM_TOKENS = 18
+"""The length of the prompt of that attempt, which has five blocks."""
+THEIRS = [5, 6, 7, 20, 21]
+"""Its blocks on the sender."""
+OURS = [40, 41, 42, 43, 10]
+"""The blocks for it on the receiver."""
 HEARTBEAT_S = 0.05
 WITHIN_S = 20.0
 KV_LAYOUT = KVLayout.uniform(BLOCK_SIZE, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32")
@@ -134,8 +143,25 @@ class Recorder:
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def wait_for_event(self, name: str, key: str) -> None:
-        await self.wait_until(lambda: name in self.names(key))
+    async def wait_for_event(self, name: str, key: str = KEY, value: int | None = None) -> None:
+        """Return once there is such an event of the attempt, with this value if one is given."""
+        await self.wait_until(
+            lambda: any(event[:2] == (name, key) and value in (None, event[2]) for event in self.events)
+        )
+
+    async def arrival(self, key: str = KEY) -> tuple[int, ...]:
+        """Wait until the KV has arrived; return the first tokens that came with it."""
+        await self.wait_until(lambda: key in self.arrived)
+        return self.arrived[key]
+
+    async def failure(self, key: str = KEY) -> LostKV:
+        """Wait until the transfer has failed, and return why."""
+        await self.wait_until(lambda: key in self.failed)
+        return self.failed[key]
+
+    async def release(self, key: str = KEY) -> None:
+        """Wait until the blocks of this attempt, and of no other one, were released."""
+        await self.wait_until(lambda: self.released == [key])
 
 
 MakeBackend = Callable[[str, KVMemory, Recorder], TransferBackend]
@@ -215,21 +241,23 @@ class SenderHalf:
         await self.handoff.stop()
         await self.server.stop(None)
 
-    def request(self, key: str, num_tokens: int) -> Request:
-        return Request(
-            key, RequestSpec(list(range(num_tokens)), SamplingParams()), leg=Leg.PREFILL, attempt=attempt_of(key)
-        )
+    def request(self, key: str = KEY, num_tokens: int = NUM_TOKENS) -> Request:
+        spec = RequestSpec(list(range(num_tokens)), SamplingParams())
+        return Request(key, spec, leg=Leg.PREFILL, attempt=attempt_of(key))
 
-    def compute(self, request: Request, block_ids: list[int], num_computed: int) -> None:
+    def compute(self, request: Request, num_computed: int, block_ids: list[int] = THEIRS) -> None:
         """Write the blocks' bytes and commit a step, as an engine does."""
         for index in range(-(-num_computed // BLOCK_SIZE)):
             write_block(self.memory, block_ids[index], content_of(request.request_id, index))
         self.connector.blocks_computed(request, block_ids, num_computed)
 
-    def finish(self, request: Request, block_ids: list[int], outcome: Outcome = Outcome.HANDED_OFF) -> Any:
-        """End the request; a computed one with first token 7."""
+    def finish(
+        self, request: Request | None = None, block_ids: list[int] = THEIRS, outcome: Outcome = Outcome.HANDED_OFF
+    ) -> Any:
+        """End the request, by default a new one; a computed request ends with the first token 7."""
+        request = request or self.request()
         if outcome is not Outcome.ABORTED:
-            self.compute(request, block_ids, request.num_prompt_tokens)
+            self.compute(request, request.num_prompt_tokens, block_ids)
             request.output_token_ids.append(7)
         request.status, request.outcome = RequestStatus.ENDED, outcome
         return self.connector.request_finished(request, block_ids, False)
@@ -309,13 +337,20 @@ class ReceiverHalf:
     async def stop(self) -> None:
         await self.intake.stop()
 
-    def reserve(self, key: str, num_tokens: int, source: Peer, block_ids: list[int], num_local: int = 0) -> Request:
+    def reserve(
+        self,
+        source: Peer,
+        key: str = KEY,
+        num_tokens: int = NUM_TOKENS,
+        block_ids: list[int] = OURS,
+        num_local: int = 0,
+    ) -> Request:
         """Reserve blocks for a decode leg whose first `num_local` tokens are cached here, as an engine does."""
         request = decode_leg(key, num_tokens, source)
         self.connector.update_state_after_alloc(request, block_ids, num_tokens - num_local)
         return request
 
-    def finish(self, request: Request, block_ids: list[int], transferring: bool) -> Any:
+    def finish(self, request: Request, transferring: bool = True, block_ids: list[int] = OURS) -> Any:
         request.status, request.outcome = RequestStatus.ENDED, Outcome.ABORTED
         return self.connector.request_finished(request, block_ids, transferring)
 
@@ -372,6 +407,30 @@ class HandoffRig:
         # The sender records the result of the probe, among other messages.
         await self.sender.recorder.wait_until(lambda: probes.state(incarnation) is ProbeState.PASSED)
 
+    def reserve(
+        self,
+        key: str = KEY,
+        num_tokens: int = NUM_TOKENS,
+        block_ids: list[int] = OURS,
+        num_local: int = 0,
+    ) -> Request:
+        """Reserve the receiver's blocks for KV of this sender, see `ReceiverHalf.reserve`."""
+        return self.receiver.reserve(self.sender.source, key, num_tokens, block_ids, num_local)
+
+    async def reading(self) -> Request:
+        """Hand off a prompt whose read stays in flight; return the decode leg."""
+        await self.join()
+        self.freeze_reads()
+        decode = self.reserve()
+        self.sender.finish()
+        await self.wait_for_read()
+        return decode
+
+    def pass_grace(self) -> None:
+        """Let so much time go by that the sender keeps no blocks for a reader that it has lost."""
+        self.clock.advance(LeaseTimes().grace_s + 1)
+        self.sender.handoff.tick()
+
     def freeze_reads(self) -> None:
         """Reads stay in flight from now on, as from a stopped sender."""
         self.fabric.freeze(self.sender.identity.incarnation)
@@ -383,7 +442,7 @@ class HandoffRig:
     def thaw_reads(self) -> None:
         self.fabric.thaw(self.sender.identity.incarnation)
 
-    def assert_blocks(self, key: str, block_ids: list[int], first: int = 0) -> None:
+    def assert_blocks(self, key: str = KEY, block_ids: list[int] = OURS, first: int = 0) -> None:
         """The receiver's blocks hold the request's KV from prompt block `first` on, and zeros before."""
         for index, block in enumerate(block_ids):
             expected = content_of(key, index) if index >= first else bytes(BLOCK_BYTES)

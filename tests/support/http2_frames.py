@@ -15,6 +15,15 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
+def window_update(stream: int, more: int) -> bytes:
+    return frame(WINDOW_UPDATE, 0, stream, struct.pack(">I", more))
+
+
+def first_window(size: int) -> bytes:
+    """Return settings with the initial window of all streams."""
+    return frame(SETTINGS, 0, 0, struct.pack(">HI", 4, size))
+
+
 def parse_frames(data: bytes) -> list[tuple[int, int, int, bytes]]:
     """Return kind, flags, stream and payload of each frame in `data`."""
     frames, at = [], 0
@@ -23,6 +32,11 @@ def parse_frames(data: bytes) -> list[tuple[int, int, int, bytes]]:
         frames.append((data[at + 3], data[at + 4], int.from_bytes(data[at + 5 : at + 9], "big"), data[at + 9 : stop]))
         at = stop
     return frames
+
+
+def body_of(data: bytes, stream: int) -> bytes:
+    """Return what the DATA frames of a stream carry."""
+    return b"".join(payload for kind, _, number, payload in parse_frames(data) if kind == DATA and number == stream)
 
 
 def request_fields(path: str) -> list[Header]:

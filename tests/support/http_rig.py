@@ -139,7 +139,11 @@ class HttpRig(AsgiClient):
 
         `says`: words of the message.
         """
-        exchange = await self.post(path, body, headers).end()
+        return await self.refuses(self.post(path, body, headers), param, says)
+
+    async def refuses(self, exchange: Exchange, param: str | None, says: str = "") -> Exchange:
+        """Wait for the end of an exchange, which must be such a refusal."""
+        await exchange.end()
         assert (exchange.status, exchange.error["param"]) == (400, param), exchange.error
         assert exchange.error["type"] == "invalid_request_error"
         assert says in exchange.error["message"]

@@ -1,4 +1,4 @@
-"""A process that starts ranks or stages and does nothing more: `python -m tests.support.idle_leader KIND MODEL`."""
+"""A process that starts ranks or stages and does nothing more: `python -m tests.support.idle_leader TP PP MODEL`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from pathlib import Path
 
 from baton.processes.fork_server import ForkedProcess
 from baton.runner.loading import load_runner
-from baton.runner.remote_stages.stages_here import start_on
 from baton.runner.spec import TorchSpec
 from tests.support.forked_commands import fork_server
 
 _THIS = "tests.support.idle_leader"
 
 
-def ranks_of_killed_leader(kind: str, model: Path) -> list[int]:
-    """Start a leader of two `ranks` or `stages`, and kill it; returns the processes that it had started."""
-    command = [sys.executable, "-m", _THIS, kind, str(model)]
+def ranks_of_killed_leader(tp: int, pp: int, model: Path) -> list[int]:
+    """Start the leader of `pp` stages of `tp` ranks, and kill it; returns the other processes."""
+    command = [sys.executable, "-m", _THIS, str(tp), str(pp), str(model)]
     read_end, write_end = os.pipe()
     server = fork_server()
     with open(read_end) as output:
@@ -41,13 +40,10 @@ def ranks_of_killed_leader(kind: str, model: Path) -> list[int]:
 
 def main(arguments: Sequence[str]) -> int:
     """Load, print the process ids of the others, and wait to be killed."""
-    kind, model = arguments[0], Path(arguments[1])
-    if kind == "ranks":
-        runner = load_runner(TorchSpec(model, dtype="float32", num_blocks=16, tensor_parallel=2))
-    else:
-        stages = start_on(["cpu"], model, 1)
-        runner = load_runner(TorchSpec(model, dtype="float32", num_blocks=16, pipeline_parallel=2), stages=stages)
-    pids = [one.pid for one in runner.rank_reports()[1:]]
+    tp, pp, model = int(arguments[0]), int(arguments[1]), Path(arguments[2])
+    spec = TorchSpec(model, dtype="float32", num_blocks=16, tensor_parallel=tp, pipeline_parallel=pp)
+    runner = load_runner(spec)
+    pids = [report.pid for report in runner.rank_reports()[1:]]
     os.write(1, (" ".join(map(str, pids)) + "\n").encode())
     signal.pause()
     return 0

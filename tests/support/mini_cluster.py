@@ -142,7 +142,10 @@ async def mini_cluster(
     router_settings: Mapping[str, object] = BOTH_KINDS,
     **node_settings: object,
 ) -> AsyncIterator[MiniCluster]:
-    """Start router and nodes; `make_runner(node_id)` gives each node its model. Everything has ended on exit."""
+    """Start router and nodes; `make_runner(node_id)` gives each node its model. Everything has ended on exit.
+
+    `token_ids_only`: the models have no files, and what the router reads of them is written to `model_dir`.
+    """
     store = FakeRegistryStore()
     cluster = MiniCluster(store)
     async with AsyncExitStack() as stack:
@@ -150,6 +153,8 @@ async def mini_cluster(
 
         async def start_node(name: str) -> ModelRunner:
             runner = make_runner(name)
+            if token_ids_only:
+                simulated_model_dir(model_dir, runner.model.vocab_size, runner.model.max_model_len)
             cluster.nodes[name] = await _start_node(stack, store, name, runner, model_dir, node_settings)
             return runner
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import queue
 import random
 import socket
 import threading
@@ -18,12 +17,12 @@ from kv_transfer.backends.base import TransferBackend
 from kv_transfer.layout import part_name
 from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.mover_server import MoverServer
-from kv_transfer.mover.part_mover import DeliverEvent, MoverEvent, PartMover
+from kv_transfer.mover.part_mover import DeliverEvent, PartMover
 from kv_transfer.mover.parts_mover import OwnPart, PartsMover
 from kv_transfer.mover.remote_mover import RemoteMover, digests_of_parts
+from tests.support.mover_events import WITHIN_S, MoverEvents
 
 MakeBackend = Callable[[str, KVMemory], TransferBackend]
-WITHIN_S = 60.0
 
 
 def new_memory(layout: KVLayout, num_blocks: int, num_probe_blocks: int = 0, layers: range | None = None) -> KVMemory:
@@ -80,7 +79,7 @@ class PartsNode:
         self.whole = new_memory(layout, num_blocks, num_probe_blocks)
         """The same blocks undivided; no mover knows it."""
         self.memories = [new_memory(layout, num_blocks, num_probe_blocks, each) for each in layers]
-        self.events: queue.SimpleQueue[MoverEvent] = queue.SimpleQueue()
+        self.events = MoverEvents()
         self._make_backend = make_backend
         self._streams: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
@@ -116,9 +115,6 @@ class PartsNode:
             for block in range(self.whole.num_blocks):
                 copy_block(memory, self.whole, block, self.group_of(block))
         return self.whole
-
-    def next(self) -> MoverEvent:
-        return self.events.get(timeout=WITHIN_S)
 
     def _local(self, number: int) -> Callable[[DeliverEvent], PartMover]:
         memory, agent = self.memories[number], part_name(self.incarnation, number)

@@ -90,6 +90,16 @@ class NodeRig:
     def submit(self, port: Port, key: AttemptKey = KEY, **fields: Any) -> None:
         port.receive(submit(key, **fields))
 
+    def begin(self, port: Port, key: AttemptKey = KEY, turns: int = 1, **fields: Any) -> None:
+        """Submit an attempt and run so many turns of the engine."""
+        self.submit(port, key, **fields)
+        self.driver.turns(turns)
+
+    def complete(self, port: Port, key: AttemptKey = KEY, **fields: Any) -> None:
+        """Submit an attempt and run turns until the engine has no work."""
+        self.submit(port, key, **fields)
+        self.driver.run()
+
 
 def submit(key: AttemptKey = KEY, **fields: Any) -> Submit:
     params = SamplingParams(temperature=0.0, seed=3, max_tokens=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -10,7 +11,8 @@ from pathlib import Path
 
 from baton.processes.process_stat import process_stat
 
-_MODULE = "baton.runner.ranks.rank_process"
+_RANK = "baton.runner.ranks.rank_process"
+_STAGE = "baton.stage.process"
 _GONE = (FileNotFoundError, ProcessLookupError)
 _BOUND_S = 100.0
 _PAUSE_S = 0.05
@@ -18,12 +20,17 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def rank_processes(pid: int) -> list[int]:
-    """Return the processes of the ranks behind the first one, of the node with this process; empty if it is gone."""
-    found: list[int] = []
+    """Return the processes of the other ranks and stages of the node with this process; empty if it is gone.
+
+    A stage has started its other ranks itself.
+    """
+    ranks: list[int] = []
     with suppress(*_GONE):
         for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            found += [child for child in map(int, children.read_text().split()) if _MODULE in command(child)]
-    return sorted(found)
+            for child in map(int, children.read_text().split()):
+                if {_RANK, _STAGE} & set(command(child)):
+                    ranks += [child, *rank_processes(child)]
+    return sorted(ranks)
 
 
 def command(pid: int) -> list[str]:
@@ -35,9 +42,11 @@ def command(pid: int) -> list[str]:
 
 
 def channel_of(rank_pid: int) -> int:
-    """Return the descriptor with which a rank's process is connected to the first rank."""
+    """Return the descriptor with which the process of a rank or stage is connected to the one that leads it."""
     words = command(rank_pid)
-    return int(words[words.index(_MODULE) + 3])
+    if _STAGE in words:
+        return int(json.loads(words[words.index(_STAGE) + 1])["descriptors"][0])
+    return int(words[words.index(_RANK) + 3])
 
 
 def alive(pids: Iterable[int]) -> list[int]:

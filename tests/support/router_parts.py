@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
+from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.messages.ids import AttemptKey
 from baton.messages.node import NodeDescription, Role
 from baton.messages.sampling import SamplingParams
 from baton.node.reports.reports import node_record
 from baton.registry import NodeRecord
 from router.admission.request import ValidRequest
+from router.placement.view import ClusterView
 
 MODEL = "demo"
 
@@ -48,9 +51,29 @@ def decode(name: str = "d1", **changes: object) -> NodeDescription:
     return description(name, Role.DECODE, **changes)  # type: ignore[arg-type]
 
 
+def block_keys(prompt: Sequence[int], size: int, node: NodeDescription | None = None, salt: str = "") -> list[bytes]:
+    """The keys of a prompt's blocks, as the engine of a node computes them. None: a node whose layout is "layout"."""
+    node = node or decode(kv_layout="layout")
+    hasher = BlockHasher(CacheKeyFields(node.model_fingerprint, node.dtype, node.kv_layout), size)
+    keys: list[bytes] = []
+    hasher.extend(keys, hasher.root(cache_salt=salt), prompt)
+    return keys
+
+
 def record_of(node: NodeDescription, *, started_at: float = 1.0) -> NodeRecord:
     """Return the record of a node in the registry."""
     return node_record(node, started_at, lease_s=10.0)
+
+
+def view_of(
+    *nodes: NodeDescription, clock: Callable[[], float] = lambda: 0.0, needs_pairs: bool = False
+) -> ClusterView:
+    """A view to which these nodes are attached, which were started one after the other."""
+    view = ClusterView(clock, needs_pairs=needs_pairs)
+    view.registered([replace(record_of(node), start_number=1 + place) for place, node in enumerate(nodes)])
+    for node in nodes:
+        view.attached(node, now=0.0)
+    return view
 
 
 def request(request_id: str = "r", *, max_tokens: int = 8, stop: tuple[str, ...] = (), n: int = 1) -> ValidRequest:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from random import Random
 from typing import Any, TypeVar
 
 import pytest
 
+from baton.errors import Cancelled
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Abort, Adopt, LoadReport, NodeDescription, Outcome, RequestDelta, StageTimings, Submit
 from baton.messages.sampling import TokenLogprobs
+from router.admission.request import ValidRequest
 from router.dispatcher import Dispatcher
 from router.flight.flight_record import FlightJournal
 from router.flight.timeline import RequestSpans
 from router.limits import DispatchLimits
 from router.live_requests import LiveRequests
 from router.node_links import NodeLinks
+from router.placement.placement import Placement
 from router.placement.placer import Placer
 from router.placement.view import ClusterView
 from tests.doubles.fake_flight_records import FakeFlightRecords, FakeFlightStore
@@ -59,8 +62,7 @@ class Reader:
 
     async def leaves(self) -> None:
         """Close the connection in mid-stream."""
-        self.task.cancel()
-        await asyncio.gather(self.task, return_exceptions=True)
+        await all_leave(self)
 
     async def wait_for_tokens(self, count: int) -> None:
         """Return once the client has `count` tokens."""
@@ -91,6 +93,13 @@ class Reader:
         first = self.events[0]
         assert isinstance(first, Accepted)
         return first
+
+
+async def all_leave(*readers: Reader) -> None:
+    """Close the connections of these clients at once."""
+    for reader in readers:
+        reader.task.cancel()
+    await asyncio.gather(*(reader.task for reader in readers), return_exceptions=True)
 
 
 class RouterRig:
@@ -127,6 +136,27 @@ class RouterRig:
         """Return the journal of a router of this cluster."""
         return FlightJournal(FakeFlightRecords(self.store, "c"), router, self.timers.monotonic)
 
+    def left_behind(
+        self,
+        request: ValidRequest,
+        attempt: AttemptKey,
+        prefill: NodeDescription | None,
+        decode: NodeDescription,
+        *,
+        router: str = "router-0.a",
+        takeover: int = 1,
+    ) -> None:
+        """Write the record that another router left of its attempt on these nodes."""
+        self.journal(router).write(request, attempt, Placement(prefill, decode, "because"), takeover=takeover)
+
+    async def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Give the event loop its turns until something is so; at most a thousand."""
+        for _ in range(1000):
+            if is_so():
+                return
+            await asyncio.sleep(0)
+        raise AssertionError("it never was")
+
     def register(self, *descriptions: NodeDescription) -> None:
         """Put exactly these nodes into the registry."""
         for description in descriptions:
@@ -145,12 +175,42 @@ class RouterRig:
     def ask(self, prompt: str | Sequence[int] = "hello", timeout_s: float | None = None, **fields: object) -> Reader:
         return Reader(self.dispatcher.generate(GenerateRequest(prompt, **fields), timeout_s))  # type: ignore[arg-type]
 
+    async def accepted(self, prompt: str | Sequence[int] = "hello", **fields: Any) -> Reader:
+        """Send a request, and return its reader once it has Accepted."""
+        reader = self.ask(prompt, **fields)
+        await reader.wait_until_accepted()
+        return reader
+
+    async def start(self, prompt: str | Sequence[int] = "hello", **fields: Any) -> tuple[Reader, AttemptKey]:
+        """Send a request, whose legs the nodes p1 and d1 get."""
+        reader = self.ask(prompt, **fields)
+        return reader, await self.next_attempt("p1", "d1")
+
+    async def streaming(self, text: str, **fields: Any) -> tuple[Reader, AttemptKey]:
+        """Send a request to p1 and d1; p1 hands off the first letter of the text, and d1 generates the others."""
+        reader, attempt = await self.start(**fields)
+        self.report("p1", attempt, 0, text[0], Outcome.HANDED_OFF)
+        self.report("d1", attempt, 1, text[1:])
+        await reader.wait_for_tokens(len(text))
+        return reader, attempt
+
+    async def cancel(self, *readers: Reader) -> None:
+        """Cancel requests by their ids."""
+        for reader in readers:
+            self.dispatcher.cancel(reader.accepted.request_id)
+            await reader.raises(Cancelled)
+
     def resume(
         self, request_id: str, *positions: int, timeout_s: float | None = None, call: int = 0, **fields: object
     ) -> Reader:
         """Resume a request as a client that comes back; with `fields` it sends its request again."""
         repeat = GenerateRequest(**fields) if fields else None  # type: ignore[arg-type]
         return Reader(self.dispatcher.resume(request_id, positions, timeout_s, call=call, repeat=repeat))
+
+    async def next_adopts(self, *names: str) -> AttemptKey:
+        """Return the attempt whose Adopts are the next messages to these nodes."""
+        (attempt,) = {await self.next_adopt(name) for name in names}
+        return attempt
 
     async def next_adopt(self, name: str) -> AttemptKey:
         """Return the attempt of the next message to a node, which must be an Adopt."""
@@ -223,13 +283,17 @@ class RouterRig:
         for name in names:
             self.report(name, await self.next_attempt(name), 0, text, Outcome.LENGTH)
 
+    async def end(self, reader: Reader, name: str, attempt: AttemptKey, first_index: int, text: str) -> Finished:
+        """Let a node generate the last tokens of a request, and wait for the end."""
+        self.report(name, attempt, first_index, text, Outcome.LENGTH)
+        return await reader.finished()
+
     async def finish(
         self, reader: Reader, attempt: AttemptKey, text: str, *, prefill: str = "p1", decode: str = "d1"
     ) -> Finished:
         """Let the prefill node hand off the first token and the decode node generate the rest; wait for the end."""
         self.report(prefill, attempt, 0, text[0], Outcome.HANDED_OFF)
-        self.report(decode, attempt, 1, text[1:], Outcome.LENGTH)
-        return await reader.finished()
+        return await self.end(reader, decode, attempt, 1, text[1:])
 
     @property
     def requests(self) -> LiveRequests:

@@ -29,7 +29,6 @@ from baton.errors import BatonError, NobodyListens, NodeLost, TransferCause
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, PromptLogprobs
 from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import NodeDescription, Role, RouterMessage, StageTimings, StepReport
-from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.messages.sampling import TokenLogprobs
 from baton.node.adapters.adapter_threads import AdapterThreads
 from baton.node.attempts.attempt_times import TransferFigures
@@ -294,14 +293,9 @@ class _Role:
             return None
         return TransferFigures(stats.num_bytes, 0.0, self.half.prompt_timings(attempt))
 
-    def handoff_report(self) -> HandoffReport:
-        return self.half.report()
-
-    def refused_links(self) -> Sequence[RefusedLink]:
-        return self.half.refused_links()
-
-    def failed_probes(self) -> Sequence[FailedProbe]:
-        return self.half.failed_probes()
+    @property
+    def handoff(self) -> HandOff | Intake:
+        return self.half
 
 
 class SimulatedNode:

@@ -20,7 +20,7 @@ from baton.node.lifecycle import NodeStop
 from baton.node.reports.logs import EventLog
 from baton.registry import NodeRecord
 from baton.runner import SimulatedSpec
-from baton.runner.ranks.rank_spec import INTERVAL_S
+from baton.runner.ranks.heartbeats import INTERVAL_S
 from prefill_node.handoff import HandOff
 from tests.doubles.fake_ranked_runner import FakeRankedRunner
 from tests.doubles.faulty_transfer_backend import Faults

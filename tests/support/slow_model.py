@@ -7,9 +7,9 @@ from random import Random
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec
-from baton.runner.simulated import expected_tokens
 from tests.support.caller import Answer
 from tests.support.mini_cluster import random_prompt
+from tests.support.simulated_oracle import expected_tokens
 
 _SPEC = SimulatedSpec()
 VOCAB_SIZE, MAX_MODEL_LEN = _SPEC.vocab_size, _SPEC.max_model_len

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,20 +54,6 @@ def write_encoder(directory: Path, name: str, *, num_labels: int = 0, seed: int 
             if parameter.dim() == 1:
                 parameter.data += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(directory)
-
-
-def write_sentence_files(directory: Path, modes: Mapping[str, bool], *, normalize: bool, max_length: int = 0) -> None:
-    """Write the files of sentence-transformers beside a model."""
-    kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
-    modules = [
-        {"idx": place, "name": str(place), "path": f"{place}_{kind}" if place else "", "type": f"st.models.{kind}"}
-        for place, kind in enumerate(kinds)
-    ]
-    (directory / "modules.json").write_text(json.dumps(modules))
-    (directory / "1_Pooling").mkdir()
-    (directory / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 64, **modes}))
-    if max_length:
-        (directory / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": max_length}))
 
 
 def write_pair_tokenizer(directory: Path) -> None:

@@ -9,8 +9,10 @@ import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import Any, TypeVar, TypeVarTuple
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
@@ -86,3 +88,13 @@ def run_virtually(main: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` in virtual time."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
+
+
+def virtually(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """A test that is a coroutine, run in virtual time."""
+
+    @wraps(test)
+    def run(*arguments: P.args, **fixtures: P.kwargs) -> None:
+        run_virtually(test(*arguments, **fixtures))
+
+    return run

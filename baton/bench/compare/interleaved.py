@@ -126,6 +126,10 @@ class MeasuredArrangement:
     common: list[RateRun] = field(default_factory=list)
     """The run of each repetition at the rate at which all arrangements are compared."""
 
+    @property
+    def name(self) -> str:
+        return str(self.arrangement)
+
 
 def default_slo(undisturbed: Summary, ttft_factor: float) -> Slo:
     """An SLO from the latency of a single request."""
@@ -163,7 +167,7 @@ class InterleavedRuns:
         running: Sequence[RunningArrangement],
         experiment: Experiment,
     ) -> None:
-        """`measured`: what is measured of the arrangement that runs at the same place in `running`."""
+        """`measured`: what is measured of the arrangement that has the same position in `running`."""
         self._config = config
         self._measured = measured
         self._running = running
@@ -219,30 +223,32 @@ class InterleavedRuns:
         self._slo = slo
 
     def _search(self, repeat: int, undisturbed: Summary) -> None:
-        searches = [self._new_search(one, undisturbed) for one in self._measured]
+        searches = [self._new_search(arrangement, undisturbed) for arrangement in self._measured]
         try:
             self._find_goodputs(repeat, searches)
             self._compare_at_one_rate(repeat, searches)
         except BatonError:
             if not repeat:  # better than nothing, and the result says that it is not complete
-                for one, search in zip(self._measured, searches, strict=True):
-                    if search.goodput and not one.goodputs:
-                        one.goodputs.append(search.goodput)
+                for arrangement, search in zip(self._measured, searches, strict=True):
+                    if search.goodput and not arrangement.goodputs:
+                        arrangement.goodputs.append(search.goodput)
             raise
 
-    def _new_search(self, one: MeasuredArrangement, undisturbed: Summary) -> GoodputSearch:
-        if known := median(one.goodputs) if one.goodputs else one.first_rate:
+    def _new_search(self, arrangement: MeasuredArrangement, undisturbed: Summary) -> GoodputSearch:
+        if known := median(arrangement.goodputs) if arrangement.goodputs else arrangement.first_rate:
             return GoodputSearch(known, max_tries=self._config.max_tries, step=_KNOWN_STEP)
-        return GoodputSearch(first_rate(undisturbed, one.arrangement.num_nodes), max_tries=self._config.max_tries)
+        return GoodputSearch(
+            first_rate(undisturbed, arrangement.arrangement.num_nodes), max_tries=self._config.max_tries
+        )
 
     def _find_goodputs(self, repeat: int, searches: Sequence[GoodputSearch]) -> None:
         """Runs rounds in which every search that has not ended tries its next rate."""
         rounds_left = self._config.max_tries
         while rounds_left and (numbers := [n for n, search in enumerate(searches) if not search.is_over]):
             seed, has_run = self._next_seed(), False
-            for place, number in enumerate(numbers):
+            for position, number in enumerate(numbers):
                 search = searches[number]
-                length = self._length(search.rate, rounds_left, len(numbers), place)
+                length = self._length(search.rate, rounds_left, len(numbers), position)
                 if length is None:
                     continue
                 ran = self._run(number, repeat, search.rate, length, seed)
@@ -254,14 +260,14 @@ class InterleavedRuns:
             rounds_left -= 1
         if not any(search.goodput or search.upper_bound < math.inf for search in searches):
             raise DeadlineExceeded("the time budget ended before anything was measured")
-        for one, search in zip(self._measured, searches, strict=True):
-            one.goodputs.append(search.goodput)
+        for arrangement, search in zip(self._measured, searches, strict=True):
+            arrangement.goodputs.append(search.goodput)
 
-    def _length(self, rate: float, rounds_left: int, num_searches: int, place: int) -> RunLength | None:
+    def _length(self, rate: float, rounds_left: int, num_searches: int, position: int) -> RunLength | None:
         """The next run's length, with as many rounds left as there is time for beside the runs at the common rate."""
         now_s, num_common = self._now_s(), len(self._measured)
         for rounds in range(rounds_left, 0, -1):
-            runs_left = rounds * num_searches - place + num_common
+            runs_left = rounds * num_searches - position + num_common
             if (length := self._pace.length(rate, now_s, runs_left)) is not None:
                 return length
         return None
@@ -273,8 +279,8 @@ class InterleavedRuns:
             self._report(f"no time left for a comparison at {rate:.2f}/s")
             return
         seed = self._next_seed()
-        for number, one in enumerate(self._measured):
-            one.common.append(self._run(number, repeat, rate, length, seed, is_common=True))
+        for number, measured in enumerate(self._measured):
+            measured.common.append(self._run(number, repeat, rate, length, seed, is_common=True))
 
     def _run(
         self, number: int, repeat: int, rate: float, length: RunLength, seed: int, *, is_common: bool = False

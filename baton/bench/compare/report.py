@@ -19,33 +19,35 @@ from baton.bench.results.summary import Slo, measurement
 _P99_GAP = "p99_largest_gap_ms"
 
 
-def contender(one: MeasuredArrangement) -> Contender:
+def contender(arrangement: MeasuredArrangement) -> Contender:
     """The measurements of an arrangement, as the verdict takes them."""
     trials = []
-    for run in [*one.runs, *one.common]:
+    for run in [*arrangement.runs, *arrangement.common]:
         offered = run.summary["offered"]
         trials.append(Trial(run.repeat, run.rate, round(run.summary["attainment"] * offered), offered, run.is_met))
-    return Contender(str(one.arrangement), one.goodputs, trials)
+    return Contender(arrangement.name, arrangement.goodputs, trials)
 
 
 def ratios(mine: Sequence[float], others: Sequence[float]) -> list[float]:
     """Ratios of values that were measured in turn, pair by pair; undefined and infinite ratios are left out."""
-    return [one / other for one, other in zip(mine, others, strict=False) if other > 0 and math.isfinite(one)]
+    return [own / other for own, other in zip(mine, others, strict=False) if other > 0 and math.isfinite(own)]
 
 
 def best_disaggregated(measured: Sequence[MeasuredArrangement]) -> MeasuredArrangement | None:
     """The arrangement with the highest goodput among those with prefill and decode nodes."""
-    found = [one for one in measured if one.arrangement.is_disaggregated and one.goodputs]
-    return max(found, key=lambda one: median(one.goodputs), default=None)
+    disaggregated = [
+        arrangement for arrangement in measured if arrangement.arrangement.is_disaggregated and arrangement.goodputs
+    ]
+    return max(disaggregated, key=lambda arrangement: median(arrangement.goodputs), default=None)
 
 
 def compare_result(config: CompareConfig, comparison: Comparison, created: str) -> Result:
     """The result file's content."""
     measured = comparison.measured
     workload = config.workload
-    arrangements = [_arrangement(one, comparison.slo) for one in measured]
+    arrangements = [_arrangement(arrangement, comparison.slo) for arrangement in measured]
     result = new_result("compare", workload.to_json(), arrangements, workload.seed, created)
-    base = next((one for one in measured if one.arrangement.is_colocated), None)
+    base = next((arrangement for arrangement in measured if arrangement.arrangement.is_colocated), None)
     best = best_disaggregated(measured)
     found_verdict = decide(contender(best), contender(base)) if base is not None and best is not None else None
     is_settled = found_verdict is not None and found_verdict.is_settled
@@ -54,23 +56,28 @@ def compare_result(config: CompareConfig, comparison: Comparison, created: str) 
         "slo": comparison.slo.to_json(),
         "attainment": config.attainment,
         "undisturbed": comparison.undisturbed,
-        "repeats": max((len(one.goodputs) for one in measured), default=0),
+        "repeats": max((len(arrangement.goodputs) for arrangement in measured), default=0),
         "run_s": config.run_s,
         "tuned": [
-            {"name": str(each.arrangement), "tried": [asdict(size) for size in each.tried]} for each in comparison.tuned
+            {"name": str(tuned.arrangement), "tried": [asdict(size) for size in tuned.tried]}
+            for tuned in comparison.tuned
         ],
         "verdict": asdict(found_verdict) if found_verdict is not None else None,
         "is_complete": comparison.failure is None,
         "notes": _notes(comparison),
-        "goodput": {str(one.arrangement): median(one.goodputs) for one in measured if one.goodputs},
-        "goodput_spread": {str(one.arrangement): asdict(Spread.of(one.goodputs)) for one in measured if one.goodputs},
+        "goodput": {arrangement.name: median(arrangement.goodputs) for arrangement in measured if arrangement.goodputs},
+        "goodput_spread": {
+            arrangement.name: asdict(Spread.of(arrangement.goodputs))
+            for arrangement in measured
+            if arrangement.goodputs
+        },
         "best_split": str(best.arrangement) if best is not None else None,
-        "p99_gap_ms": {str(one.arrangement): median(_gaps(one)) for one in measured if one.common},
-        "common_rate": _median_or_none([one.rate for one in measured[0].common]) if measured else None,
+        "p99_gap_ms": {arrangement.name: median(_gaps(arrangement)) for arrangement in measured if arrangement.common},
+        "common_rate": _median_or_none([run.rate for run in measured[0].common]) if measured else None,
     }
-    for name, found in _ratios_to_colocated(base, best, is_settled=is_settled).items():
-        result[name] = median(found) if found else None
-        result[f"{name}_spread"] = asdict(Spread.of(found)) if found else None
+    for name, values in _ratios_to_colocated(base, best, is_settled=is_settled).items():
+        result[name] = median(values) if values else None
+        result[f"{name}_spread"] = asdict(Spread.of(values)) if values else None
     return result
 
 
@@ -101,10 +108,10 @@ def _ratios_to_colocated(
     }
 
 
-def limited_by(one: MeasuredArrangement, slo: Slo) -> dict[str, Any] | None:
+def limited_by(arrangement: MeasuredArrangement, slo: Slo) -> dict[str, Any] | None:
     """The share of offered requests that kept each limit alone, at the lowest rate above its goodput that failed."""
-    above = median(one.goodputs) if one.goodputs else math.inf
-    broken = [run for run in one.runs if run.rate > above and not run.is_met]
+    above = median(arrangement.goodputs) if arrangement.goodputs else math.inf
+    broken = [run for run in arrangement.runs if run.rate > above and not run.is_met]
     if not broken:
         return None
     run = min(broken, key=lambda run: run.rate)
@@ -120,26 +127,30 @@ def _gap(run: RateRun) -> float:
     return float(run.summary[_P99_GAP])
 
 
-def _gaps(one: MeasuredArrangement) -> list[float]:
-    return [_gap(run) for run in one.common]
+def _gaps(arrangement: MeasuredArrangement) -> list[float]:
+    return [_gap(run) for run in arrangement.common]
 
 
 def _median_or_none(values: Sequence[float]) -> float | None:
     return median(values) if values else None
 
 
-def _arrangement(one: MeasuredArrangement, slo: Slo) -> dict[str, Any]:
+def _arrangement(arrangement: MeasuredArrangement, slo: Slo) -> dict[str, Any]:
     return {
-        "name": str(one.arrangement),
-        "prefill": one.arrangement.prefill,
-        "decode": one.arrangement.decode,
-        "cores": len(set(one.cores.values())),
+        "name": arrangement.name,
+        "prefill": arrangement.arrangement.prefill,
+        "decode": arrangement.arrangement.decode,
+        "cores": len(set(arrangement.cores.values())),
         "gpus": 0,
-        "pinned": dict(one.cores),
-        "max_num_batched_tokens": one.max_num_batched_tokens,
-        "goodput": {"rates": one.goodputs, "per_node": [rate / one.arrangement.num_nodes for rate in one.goodputs]},
-        "limited_by": limited_by(one, slo),
-        "rates": [_rate(run, is_common=False) for run in one.runs] + [_rate(run, is_common=True) for run in one.common],
+        "pinned": dict(arrangement.cores),
+        "max_num_batched_tokens": arrangement.max_num_batched_tokens,
+        "goodput": {
+            "rates": arrangement.goodputs,
+            "per_node": [rate / arrangement.arrangement.num_nodes for rate in arrangement.goodputs],
+        },
+        "limited_by": limited_by(arrangement, slo),
+        "rates": [_rate(run, is_common=False) for run in arrangement.runs]
+        + [_rate(run, is_common=True) for run in arrangement.common],
     }
 
 
@@ -150,7 +161,7 @@ def _rate(run: RateRun, *, is_common: bool) -> dict[str, Any]:
         "is_common": is_common,
         "generator": run.watched.run.load.to_json(),
         "busy": run.watched.busy_shares(),
-        "outcomes": outcomes.columns(0.0),
+        "outcomes": outcomes.columns(),
     }
     if is_common:
         more["timeline"] = run.watched.timeline_rows()
@@ -160,33 +171,33 @@ def _rate(run: RateRun, *, is_common: bool) -> dict[str, Any]:
 def rows(comparison: Comparison) -> list[list[str]]:
     """Table rows, one for each arrangement."""
     lines = []
-    for one in comparison.measured:
-        if not one.goodputs:
-            lines.append([str(one.arrangement), str(one.max_num_batched_tokens), *"-----"])
+    for arrangement in comparison.measured:
+        if not arrangement.goodputs:
+            lines.append([arrangement.name, str(arrangement.max_num_batched_tokens), *"-----"])
             continue
-        spread = Spread.of(one.goodputs)
+        spread = Spread.of(arrangement.goodputs)
         lines.append(
             [
-                str(one.arrangement),
-                str(one.max_num_batched_tokens),
+                arrangement.name,
+                str(arrangement.max_num_batched_tokens),
                 f"{spread.median:.2f} [{spread.p10:.2f}, {spread.p90:.2f}]",
-                f"{spread.median / one.arrangement.num_nodes:.2f}",
-                _common(one, "p99_ttft_ms"),
-                _common(one, "p99_tpot_ms"),
-                _common(one, _P99_GAP),
+                f"{spread.median / arrangement.arrangement.num_nodes:.2f}",
+                _common(arrangement, "p99_ttft_ms"),
+                _common(arrangement, "p99_tpot_ms"),
+                _common(arrangement, _P99_GAP),
             ]
         )
     return lines
 
 
-def _common(one: MeasuredArrangement, key: str) -> str:
-    return f"{median(float(run.summary[key]) for run in one.common):.1f}" if one.common else "-"
+def _common(arrangement: MeasuredArrangement, key: str) -> str:
+    return f"{median(float(run.summary[key]) for run in arrangement.common):.1f}" if arrangement.common else "-"
 
 
 def verdict(result: Result) -> list[str]:
     """The conclusions as sentences."""
     lines = [*result["notes"], *_tuned_lines(result)]
-    base = next((one["name"] for one in result["arrangements"] if not one["prefill"]), "")
+    base = next((arrangement["name"] for arrangement in result["arrangements"] if not arrangement["prefill"]), "")
     if result["verdict"] is not None:
         lines.append(_decision_line(result, base))
     if result["p99_gap_ratio"] is not None:
@@ -215,26 +226,26 @@ def verdict(result: Result) -> list[str]:
 def _tuned_lines(result: Result) -> list[str]:
     """The sizes of steps that were tried for each arrangement, with the goodput of each."""
     lines = []
-    for one in result["tuned"]:
-        sizes = sorted(one["tried"], key=lambda size: size["max_num_batched_tokens"])
+    for tuned in result["tuned"]:
+        sizes = sorted(tuned["tried"], key=lambda size: size["max_num_batched_tokens"])
         tried = ", ".join(f"{size['max_num_batched_tokens']}: {size['goodput']:.2f}/s" for size in sizes)
-        lines.append(f"Steps of {one['name']} were tuned for the SLO; goodput by tokens of a step: {tried}")
+        lines.append(f"Steps of {tuned['name']} were tuned for the SLO; goodput by tokens of a step: {tried}")
     return lines
 
 
 def _decision_line(result: Result, base: str) -> str:
-    found = result["verdict"]
-    leader, follower = found["leader"], found["follower"]
+    decision = result["verdict"]
+    leader, follower = decision["leader"], decision["follower"]
     goodputs = f"{result['goodput'].get(leader, 0):.2f} against {result['goodput'].get(follower, 0):.2f} requests/s"
-    if not found["is_settled"]:
+    if not decision["is_settled"]:
         return (
-            f"Not settled whether {leader} or {follower} has the higher goodput ({goodputs}): {found['finding']}. "
-            f"What would settle it: {found['remedy']}"
+            f"Not settled whether {leader} or {follower} has the higher goodput ({goodputs}): {decision['finding']}. "
+            f"What would settle it: {decision['remedy']}"
         )
     if result["goodput_ratio"] is None:
         return f"{leader} has the higher goodput ({goodputs}); {follower} kept the SLO at no rate that was tried"
     spread = result["goodput_ratio_spread"]
     return (
         f"{result['best_split']} has {result['goodput_ratio']:.2f} [{spread['p10']:.2f}, {spread['p90']:.2f}] times "
-        f"the goodput of {base}: {found['finding']}"
+        f"the goodput of {base}: {decision['finding']}"
     )

@@ -5,8 +5,8 @@ longer, with large ones running streams pause longer; a comparison at one fixed 
 colocated nodes pause their streams for a whole step of prompt tokens, disaggregated ones don't. So each arrangement is
 first measured with several sizes.
 
-Then all clusters run the whole time. A cluster without requests sleeps, so the measured one has the cores to itself,
-and switching between clusters costs nothing. Disturbances of the machine affect all of them alike.
+Then all clusters run the whole time. A cluster without requests sleeps, so the measured cluster has the cores to
+itself, and switching between clusters costs nothing. Disturbances of the machine affect all of them alike.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ChunkSizeSearch:
     @property
     def best(self) -> TriedSize:
         """The size with the highest goodput; of equal ones the one that was tried first."""
-        return max(self.tried, key=lambda each: each.goodput)
+        return max(self.tried, key=lambda size: size.goodput)
 
     def add_result(self, goodput: float) -> None:
         """Says the goodput at `size`, and chooses the next size."""
@@ -111,7 +111,7 @@ class Tuned:
     best: TriedSize
     """The default, with a goodput of 0, if no size could be measured."""
     slo: Slo | None
-    """None: nothing was measured from which one follows."""
+    """None: nothing was measured from which an SLO follows."""
 
 
 def tune(
@@ -136,10 +136,10 @@ def tune(
         share_s = (deadline_s - since_s) / (config.max_sizes - len(search.tried))
         try:
             with start(arrangement, size) as running:
-                one = MeasuredArrangement(arrangement, running.cores, size, first_rate=known)
+                measured = MeasuredArrangement(arrangement, running.cores, size, first_rate=known)
                 runs = InterleavedRuns(
                     replace(config, arrangements=[arrangement], max_tries=config.tune_tries),
-                    [one],
+                    [measured],
                     [running],
                     Experiment(lambda _: None, clock, since_s + share_s),
                 )
@@ -193,7 +193,7 @@ def compare(config: CompareConfig, report: Report) -> Comparison:
         measured, running = [], []
         for arrangement in config.arrangements:
             report(f"starting {arrangement}")
-            best = next((one.best for one in tuned if one.arrangement == arrangement), None)
+            best = next((result.best for result in tuned if result.arrangement == arrangement), None)
             size = best.max_num_batched_tokens if best else config.max_num_batched_tokens or FIRST_SIZE
             running.append(stack.enter_context(start(arrangement, size)))
             measured.append(
@@ -201,7 +201,9 @@ def compare(config: CompareConfig, report: Report) -> Comparison:
             )
         runs = InterleavedRuns(config, measured, running, experiment)
         undisturbed = runs.calibrate()
-        slo = config.slo or next((one.slo for one in tuned if one.slo), default_slo(undisturbed, config.ttft_factor))
+        slo = config.slo or next(
+            (result.slo for result in tuned if result.slo), default_slo(undisturbed, config.ttft_factor)
+        )
         report(f"SLO {', '.join(f'{name} {limit}' for name, limit in slo.texts().items())}")
         failure = runs.search_all(slo, undisturbed)
     return Comparison(slo, undisturbed, measured, failure, tuned)
@@ -211,10 +213,14 @@ def tune_all(config: CompareConfig, experiment: Experiment, start: StartArrangem
     """Tunes the arrangements that are to be tuned, all for the same SLO."""
     if config.max_num_batched_tokens is not None:
         return []
-    chosen = [one for one in config.arrangements if one.is_colocated or not config.is_baseline_tuned_alone]
+    chosen = [
+        arrangement
+        for arrangement in config.arrangements
+        if arrangement.is_colocated or not config.is_baseline_tuned_alone
+    ]
     tuned: list[Tuned] = []
     for number, arrangement in enumerate(chosen):
-        slo = config.slo or next((one.slo for one in tuned if one.slo), None)
+        slo = config.slo or next((result.slo for result in tuned if result.slo), None)
         share_s = experiment.left_s() / (len(chosen) - number)
         part = replace(experiment, deadline_s=experiment.clock.monotonic() + share_s)
         tuned.append(tune(config, arrangement, slo, part, start))

@@ -1,9 +1,9 @@
 """Decides which of two arrangements has the higher goodput, or that the measurements do not settle it. Does no I/O.
 
 1. An arrangement leads a repetition if it kept the SLO at a rate that is not below one at which the other broke it.
-2. The one that leads every repetition has the higher goodput, if two of its runs show more than chance does: a run of
-   the leader that kept the SLO, and a run of the follower that broke it at no higher rate (Fisher's exact test of the
-   requests that kept it, one-sided, times the number of such pairs, below 5%).
+2. The arrangement that leads every repetition has the higher goodput, if two of its runs show more than chance does: a
+   run of the leader that kept the SLO, and a run of the follower that broke it at no higher rate (Fisher's exact test
+   of the requests that kept it, one-sided, times the number of such pairs, below 5%).
 3. Otherwise it is not settled, and the verdict says what would settle it.
 """
 
@@ -49,7 +49,7 @@ class Contender:
     def broken_rate(self, repeat: int) -> float:
         """The lowest rate above the goodput of a repetition at which it broke the SLO; infinity if there is none."""
         goodput = self.goodputs[repeat]
-        broken = (each.rate for each in self.trials if each.repeat == repeat and not each.is_met)
+        broken = (trial.rate for trial in self.trials if trial.repeat == repeat and not trial.is_met)
         return min((rate for rate in broken if rate > goodput), default=math.inf)
 
 
@@ -58,7 +58,7 @@ class Verdict:
     """Which of two arrangements has the higher goodput, as far as that is known."""
 
     leader: str
-    """The one with the higher median goodput."""
+    """The arrangement with the higher median goodput."""
     follower: str
     is_settled: bool
     finding: str
@@ -67,9 +67,9 @@ class Verdict:
     """What would settle it; empty if it is settled."""
 
 
-def decide(one: Contender, other: Contender) -> Verdict:
+def decide(first: Contender, other: Contender) -> Verdict:
     """Compares two arrangements that were measured in turn."""
-    leader, follower = (one, other) if one.goodput >= other.goodput else (other, one)
+    leader, follower = (first, other) if first.goodput >= other.goodput else (other, first)
 
     def unsettled(finding: str, remedy: str) -> Verdict:
         return Verdict(leader.name, follower.name, False, finding, remedy)
@@ -84,7 +84,9 @@ def decide(one: Contender, other: Contender) -> Verdict:
     leads = sum(_leads(leader, follower, repeat) for repeat in range(num_repeats))
     if leads < num_repeats:
         never_broke = [
-            each.name for each in (leader, follower) if math.isinf(max(map(each.broken_rate, range(num_repeats))))
+            contender.name
+            for contender in (leader, follower)
+            if math.isinf(max(map(contender.broken_rate, range(num_repeats))))
         ]
         if follower.name in never_broke:
             return unsettled(f"{' and '.join(never_broke)} kept the SLO at every rate that was tried", _HIGHER_RATES)
@@ -99,7 +101,7 @@ def decide(one: Contender, other: Contender) -> Verdict:
         )
     chance = _chance(leader, follower)
     if chance >= _CHANCE:
-        num_requests = median([trial.offered for each in (leader, follower) for trial in each.trials])
+        num_requests = median([trial.offered for contender in (leader, follower) for trial in contender.trials])
         return unsettled(
             f"runs of {num_requests:g} requests differ as much by chance (probability {chance:.2g})",
             "more requests at each rate (--run-s)",

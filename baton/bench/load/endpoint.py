@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from baton.bench.workloads.workload import WorkloadRequest
+from baton.messages.generation import GenerateRequest
 from baton.security.tls_files import TlsFiles
 
 UNREACHABLE = "unreachable"
@@ -49,6 +50,18 @@ class Target:
             TlsFiles(Path(self.tls_ca)).read()
         return ssl.create_default_context(cafile=self.tls_ca or None)
 
+    def request(self, request: WorkloadRequest, prompt: str | Sequence[int] | None = None) -> GenerateRequest:
+        """What is asked for a request of a workload; `prompt`: in place of its token ids."""
+        return GenerateRequest(
+            request.token_ids(self.vocab_size) if prompt is None else prompt,
+            f"{self.request_id_prefix}-{request.index}",
+            model=self.model,
+            temperature=self.temperature,
+            max_tokens=max(1, request.output_length),
+            ignore_eos=self.ignore_eos,
+            ttft_slo_ms=self.ttft_slo_ms,
+        )
+
     @property
     def key_header(self) -> dict[str, str]:
         """The header with the API key, if there is a key."""
@@ -74,8 +87,8 @@ class Usage:
 class Listener(Protocol):
     """Receives the answer to one request."""
 
-    def on_tokens(self, count: int) -> None:
-        """A message with `count` tokens has arrived."""
+    def on_tokens(self, count: int, text: str = "") -> None:
+        """A message with `count` tokens and their text has arrived."""
         ...
 
     def on_end(self, error: str | None, usage: Usage | None) -> None:

@@ -4,7 +4,7 @@ It is one event loop with callbacks; there is no task per request.
 
 Open loop: a request is sent at its arrival time, whatever became of those before it. If the generator is late, the
 request's latency counts from the planned time all the same. Closed loop (all requests are due at once, and their
-concurrency is limited): a request's planned time is when one before it has ended.
+concurrency is limited): a request's planned time is when a request before it has ended.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class _OpenRequest:
         self.timer: asyncio.TimerHandle | None = None
         self.cancel: Cancel | None = None
 
-    def on_tokens(self, count: int) -> None:
+    def on_tokens(self, count: int, text: str = "") -> None:
         now = self._generator.now()
         if self.latest_s is None:
             self.first_s = now

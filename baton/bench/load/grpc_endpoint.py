@@ -10,8 +10,8 @@ from typing import Any
 from baton.bench.load.endpoint import UNREACHABLE, Cancel, Listener, Target, Usage
 from baton.bench.workloads.workload import WorkloadRequest
 from baton.errors import Unreachable
-from baton.messages.generation import Accepted, Chunk, GenerateRequest, PromptLogprobs, SequenceFinished
-from baton.wire.codec.generation import event_from_bytes, request_to_pb
+from baton.messages.generation import GenerateRequest
+from baton.wire.codec.generation import request_to_pb, response_from_bytes
 from baton.wire.http2.client import Http2Client
 from baton.wire.http2.client_connection import CallEnd, call_headers
 
@@ -43,18 +43,11 @@ class GrpcEndpoint:
             raise Unreachable(f"{self._target.address} can't be reached: {error.strerror or error}") from None
 
     def prepare(self, request: WorkloadRequest) -> bytes:
-        target = self._target
-        return request_to_pb(
-            GenerateRequest(
-                request.token_ids(target.vocab_size),
-                f"{target.request_id_prefix}-{request.index}",
-                model=target.model,
-                temperature=target.temperature,
-                max_tokens=max(1, request.output_length),
-                ignore_eos=target.ignore_eos,
-                ttft_slo_ms=target.ttft_slo_ms,
-            )
-        ).SerializeToString()
+        return self.encode(self._target.request(request))
+
+    def encode(self, request: GenerateRequest) -> bytes:
+        """The message that `send` takes, of any request."""
+        return request_to_pb(request).SerializeToString()
 
     def send(self, message: bytes, listener: Listener) -> Cancel:
         answer = _Answer(self._headers, listener)
@@ -121,12 +114,15 @@ class _Answer:
 
     def on_messages(self, messages: Sequence[bytes]) -> None:
         for message in messages:
-            event = event_from_bytes(message)
-            if isinstance(event, Chunk):
-                if event.token_ids:
-                    self._listener.on_tokens(len(event.token_ids))
-            elif not isinstance(event, Accepted | PromptLogprobs | SequenceFinished):
-                self._usage = _usage(event.usage, event.timings)
+            # Messages are not converted to events: this process must keep up with thousands of streams.
+            answer = response_from_bytes(message)
+            match answer.WhichOneof("event"):
+                case "chunk":
+                    chunk = answer.chunk
+                    if chunk.token_ids:
+                        self._listener.on_tokens(len(chunk.token_ids), chunk.text)
+                case "finished":
+                    self._usage = _usage(answer.finished.usage, answer.finished.timings)
 
     def on_end(self, end: CallEnd) -> None:
         usage, trailers = self._usage, dict(end.trailers)

@@ -11,6 +11,7 @@ from typing import Any
 from baton.bench.load.endpoint import UNREACHABLE, Cancel, Listener, Target, Usage
 from baton.bench.workloads.workload import WorkloadRequest
 from baton.errors import Unreachable
+from baton.messages.generation import GenerateRequest
 from baton.text.tokenizer import Tokenizer
 
 _MAX_HEAD = 1 << 16
@@ -39,27 +40,31 @@ class HttpEndpoint:
             raise Unreachable(f"{self._target.address} can't be reached: {error.strerror or error}") from None
 
     def prepare(self, request: WorkloadRequest) -> bytes:
+        return self.encode(self._target.request(request, self._text(request) if self._is_chat else None))
+
+    def encode(self, request: GenerateRequest) -> bytes:
+        """The message that `send` takes, of any request with these fields alone."""
         target = self._target
         fields: dict[str, Any] = {
-            "model": target.model,
-            "max_tokens": max(1, request.output_length),
-            "temperature": target.temperature,
+            "model": request.model,
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if target.ignore_eos:
+        if request.ignore_eos:
             fields["ignore_eos"] = True
-        if target.ttft_slo_ms is not None:
-            fields["ttft_slo_ms"] = target.ttft_slo_ms
+        if request.ttft_slo_ms is not None:
+            fields["ttft_slo_ms"] = request.ttft_slo_ms
         if self._is_chat:
-            fields["messages"] = [{"role": "user", "content": self._text(request)}]
+            fields["messages"] = [{"role": "user", "content": request.prompt}]
         else:
-            fields["prompt"] = request.token_ids(target.vocab_size)
+            fields["prompt"] = request.prompt
         body = json.dumps(fields, separators=(",", ":")).encode()
         key = "".join(f"{name}: {value}\r\n" for name, value in target.key_header.items())
         head = (
             f"POST {target.path} HTTP/1.1\r\nhost: {target.address}\r\ncontent-type: application/json\r\n{key}"
-            f"x-request-id: {target.request_id_prefix}-{request.index}\r\ncontent-length: {len(body)}\r\n\r\n"
+            f"x-request-id: {request.request_id}\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body
 
@@ -173,6 +178,9 @@ class _Answer:
         """Body of an error."""
         self._error: str | None = None
         self._usage: Usage | None = None
+        self._position: int | None = None
+        """The latest id of an event; None: this server sends none."""
+        self._counted = 0
         self._is_done = False
         self.is_ended = False
         self.keeps_connection = True
@@ -183,8 +191,8 @@ class _Answer:
         """Returns True once the answer is complete; raises ValueError."""
         data = self._rest + data
         if not self._status:
-            head, found, rest = data.partition(b"\r\n\r\n")
-            if not found:
+            head, separator, rest = data.partition(b"\r\n\r\n")
+            if not separator:
                 if len(data) > _MAX_HEAD:
                     raise ValueError(f"the head is longer than {_MAX_HEAD} bytes")
                 self._rest = data
@@ -268,6 +276,8 @@ class _Answer:
         for line in lines:
             if line.startswith(b"data:"):
                 self._on_event(line[5:].strip())
+            elif line.startswith(b"id:") and line[3:].strip().isdigit():
+                self._position = int(line[3:])
 
     def _on_event(self, data: bytes) -> None:
         if data == b"[DONE]":
@@ -285,11 +295,22 @@ class _Answer:
         for choice in event.get("choices") or ():
             if self._is_chat:
                 delta = choice.get("delta") or {}
-                brings_token = bool(delta.get("content") or delta.get("reasoning_content"))
+                text = delta.get("content") or delta.get("reasoning_content") or ""
+                brings_token = bool(text)
             else:
-                brings_token = bool(choice.get("text")) or choice.get("finish_reason") is None
+                text = choice.get("text") or ""
+                brings_token = bool(text) or choice.get("finish_reason") is None
             if brings_token:
-                self._listener.on_tokens(1)
+                self._listener.on_tokens(self._num_new_tokens(choice), text)
+
+    def _num_new_tokens(self, choice: dict[str, Any]) -> int:
+        """How many tokens an event brings: Baton numbers them in the events' ids, others send one each."""
+        if self._position is None:
+            return 1
+        if choice.get("finish_reason") is not None:
+            return 0  # the event has text that was kept back
+        before, self._counted = self._counted, self._position
+        return max(1, self._position - before)  # at least one, whatever other servers mean by an id
 
 
 def _error_detail(status: int, body: bytes) -> str:

@@ -41,11 +41,11 @@ def _probe_grpc(target: Target) -> Served:
     access = Access(target.api_key, Path(target.tls_ca) if target.is_tls else None)
     with GenerationClient(target.address, access=access) as client:
         models = client.list_models()
-    found = next((card for card in models if not target.model or card.name == target.model), None)
-    if found is None:
+    wanted = next((card for card in models if not target.model or card.name == target.model), None)
+    if wanted is None:
         raise BatonError(f"{target.address} serves {', '.join(card.name for card in models) or 'no model'}")
     return Served(
-        replace(target, model=found.name, vocab_size=target.vocab_size or found.vocab_size), found.max_model_len
+        replace(target, model=wanted.name, vocab_size=target.vocab_size or wanted.vocab_size), wanted.max_model_len
     )
 
 
@@ -80,9 +80,9 @@ def _model_card(target: Target) -> dict[str, Any]:
         raise BatonError(f"{target.address}: GET /v1/models was answered with {response.status}: {body[:200]!r}")
     try:
         cards = json.loads(body)["data"]
-        found = next((card for card in cards if not target.model or card["id"] == target.model), None)
+        wanted = next((card for card in cards if not target.model or card["id"] == target.model), None)
     except (ValueError, KeyError, TypeError):
         raise BatonError(f"{target.address} is not an OpenAI endpoint: GET /v1/models gave {body[:80]!r}") from None
-    if not isinstance(found, dict):
+    if not isinstance(wanted, dict):
         raise BatonError(f"{target.address} serves {', '.join(str(card['id']) for card in cards) or 'no model'}")
-    return found
+    return wanted

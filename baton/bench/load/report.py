@@ -25,7 +25,7 @@ def serve_result(
     summary = summarize(run.outcomes, run.duration_s, slo, percentiles, offered=run.offered)
     workload = plan.workload
     rate = "inf" if workload.request_rate == float("inf") else workload.request_rate
-    more = {"generator": run.load.to_json(), "outcomes": run.outcomes.columns(0.0)}
+    more = {"generator": run.load.to_json(), "outcomes": run.outcomes.columns()}
     measured = measurement(rate, run.outcomes, summary, more)
     arrangement = {"name": label or plan.target.address, "rates": [measured]}
     described = workload.to_json() | {"prompts_offered": run.offered}

@@ -240,12 +240,12 @@ class _Run:
     def _on_child_progress(self) -> None:
         total = Progress()
         for child in self._children:
-            one = child.progress
-            total.sent += one.sent
-            total.completed += one.completed
-            total.failed += one.failed
-            total.tokens += one.tokens
-            total.is_unreachable |= one.is_unreachable
+            progress = child.progress
+            total.sent += progress.sent
+            total.completed += progress.completed
+            total.failed += progress.failed
+            total.tokens += progress.tokens
+            total.is_unreachable |= progress.is_unreachable
         if total.is_unreachable:
             self._stop()
         self._on_progress(total)

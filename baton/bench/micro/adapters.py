@@ -106,8 +106,8 @@ def measure(config: EngineBenchConfig, num_adapters: int, rank: int) -> list[Ada
     spec = replace(config.spec(), max_lora_rank=max(rank, DEFAULT_MAX_RANK))
     num_stripes = 2 + (3 * count + 2 * _ROUNDS + 2) * blocks_of_one
     runner = load_with_room(lambda num_blocks: load_runner(replace(spec, num_blocks=num_blocks)), num_stripes)
-    with closing(runner), TemporaryDirectory(prefix="baton-adapters-") as place:
-        digests = _load_adapters(runner, Path(place), count, rank)
+    with closing(runner), TemporaryDirectory(prefix="baton-adapters-") as folder:
+        digests = _load_adapters(runner, Path(folder), count, rank)
         drive = EngineDrive(runner, length, count)
         rng = Random(config.seed)
 
@@ -118,7 +118,7 @@ def measure(config: EngineBenchConfig, num_adapters: int, rank: int) -> list[Ada
             turns = by_turns(lambda _: own(), lambda _: plain(), _ROUNDS)
             return AdapterFigures(step, *rates_by_turns(num_tokens, *turns))
 
-        found = [
+        results = [
             figures(
                 f"prefill, {_adapters(1)}",
                 length,
@@ -136,24 +136,24 @@ def measure(config: EngineBenchConfig, num_adapters: int, rank: int) -> list[Ada
             drive.prefill(prompt)
         for different in sorted({1, count}):
             own = [digests[index % different] for index in range(count)]
-            # The first one's prompt is in the cache already if it has had its adapter before.
+            # The first prompt is in the cache already if its request has had its adapter before.
             known = 1 if different > 1 else 0
             for prompt, adapter in list(zip(prompts, own, strict=True))[known:]:
                 drive.prefill(prompt, adapters=[adapter])
             step = f"decode {count}, {_adapters(different)}"
-            found.append(figures(step, count, partial(decode, own), partial(decode, [NO_ADAPTER] * count)))
-        return found
+            results.append(figures(step, count, partial(decode, own), partial(decode, [NO_ADAPTER] * count)))
+        return results
 
 
 def _adapters(count: int) -> str:
     return "1 adapter" if count == 1 else f"{count} adapters"
 
 
-def _load_adapters(runner: TorchModelRunner, place: Path, count: int, rank: int) -> list[str]:
+def _load_adapters(runner: TorchModelRunner, folder: Path, count: int, rank: int) -> list[str]:
     modules = {name: shape for name, shape in runner.adaptable_modules.items() if name != "lm_head"}
     digests = []
     for seed in range(count):
-        directory = place / f"{seed}"
+        directory = folder / f"{seed}"
         write_adapter(directory, lora_tensors(modules, rank, seed, scale=0.02), rank)
         digests.append(open_adapter(directory).digest())
         runner.adapters.load(directory, digests[-1])

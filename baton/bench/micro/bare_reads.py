@@ -72,7 +72,7 @@ def bare_sender(
 ) -> Iterator[Sender]:
     """Starts a sender for reads of up to `num_blocks` blocks, over the transports that `UCX_TLS` allows.
 
-    `reader`: the layout of its readers, and `block_size` its own block size, if they have another one.
+    `reader`: the layout of its readers, and `block_size` its own block size, if the two differ.
     """
     num_blocks *= max(2, _COLD_BYTES // (num_blocks * block_bytes))
     context = multiprocessing.get_context("spawn")
@@ -116,7 +116,7 @@ def read_times(sender: Sender, num_blocks: int) -> ReadTimes:
     """
     count = num_blocks * sender.plan.remote_parts
     places = itertools.cycle(range(0, sender.num_blocks * sender.plan.remote_parts - count + 1, count))
-    reads = ([ReadRange(place, place, count)] for place in places)
+    reads = ([ReadRange(block, block, count)] for block in places)
     bare: list[float] = []
     plain: list[_MoverTimes] = []
     digested: list[_MoverTimes] = []
@@ -131,7 +131,7 @@ def read_times(sender: Sender, num_blocks: int) -> ReadTimes:
     costs = [slow.total_ms / quick.total_ms - 1 for slow, quick in zip(digested, plain, strict=True)]
     return ReadTimes(
         bare_ms=median(bare),
-        mover_ms=median(each.read_ms for each in plain),
+        mover_ms=median(times.read_ms for times in plain),
         mover_share=median(shares),
         mover_share_min=min(shares),
         mover_share_max=max(shares),

@@ -235,7 +235,7 @@ def run(config: EngineBenchConfig) -> EngineReport:
     attention = attention_times(info.dtype, config.threads, operations, last_level_cache())
     rng = Random(config.seed)
     prompts = [[rng.randrange(info.vocab_size) for _ in range(config.context_tokens)] for _ in range(max(_BATCHES))]
-    both = [_Figures(EngineDrive(one, config.context_tokens, max(_BATCHES))) for one in (ours, theirs) if one]
+    both = [_Figures(EngineDrive(runner, config.context_tokens, max(_BATCHES))) for runner in (ours, theirs) if runner]
     products = product_limit(_product_shapes(config, work), info.dtype, config.threads, operations)
     beside = BesideLimit(products.rate)
     for index, prompt in enumerate(prompts):
@@ -309,7 +309,7 @@ def _decode_split(
 
 
 def _split(name: str, steps: Sequence[float], splits: Sequence[StepSplit]) -> TimeSplit:
-    parts = [(one.attention, one.products, one.elementwise, one.sampling) for one in splits]
+    parts = [(split.attention, split.products, split.elementwise, split.sampling) for split in splits]
     rest = [whole - sum(part) for whole, part in zip(steps, parts, strict=True)]
     attention, products, elementwise, sampling = (median(column) * 1e3 for column in zip(*parts, strict=True))
     return TimeSplit(name, attention, products, elementwise, sampling, median(rest) * 1e3)

@@ -78,7 +78,7 @@ def by_turns(
 
 def rates_by_turns(num_tokens: int, first_s: Sequence[float], second_s: Sequence[float]) -> Sequence[float]:
     """Tokens a second of both ways, and how many times as fast the first one is: median, p10 and p90."""
-    ratio = Spread.of([other / one for one, other in zip(first_s, second_s, strict=True)])
+    ratio = Spread.of([other / first for first, other in zip(first_s, second_s, strict=True)])
     return num_tokens / median(first_s), num_tokens / median(second_s), ratio.median, ratio.p10, ratio.p90
 
 
@@ -143,12 +143,12 @@ class EngineDrive:
         results: list[EngineCoreOutput] = []
         while not results:
             # A step that is only decided, while others are computed, has no results.
-            results = [one for client in self._core.step().values() for one in client]
+            results = [output for client in self._core.step().values() for output in client]
         seconds = time.perf_counter() - started
-        errors = [one.error for one in results if one.error]
+        errors = [output.error for output in results if output.error]
         if errors:
             raise BatonError(f"the engine failed: {errors[0]}")
-        if sum(len(one.new_token_ids) for one in results) != expected_tokens:
+        if sum(len(output.new_token_ids) for output in results) != expected_tokens:
             raise BatonError("the requests did not run as one batch: the KV cache has too few blocks for all of them")
         return seconds
 

@@ -220,8 +220,8 @@ def _sampling(config: HandoffBenchConfig) -> SamplingParams:
 def through_cluster(cluster: LiveCluster, prompt: Sequence[int], new_tokens: int) -> tuple[ClusterRun, HandOverTimes]:
     """Runs one greedy request over both nodes of an idle cluster. Raises BatonError if it was not handed over."""
     with GenerationClient(cluster.grpc_address) as client:
-        one = _generate(client, prompt, new_tokens)
-    return one, _hand_over_times(cluster, one.request_id, len(prompt))
+        sample = _generate(client, prompt, new_tokens)
+    return sample, _hand_over_times(cluster, sample.request_id, len(prompt))
 
 
 def _generate(client: GenerationClient, prompt: Sequence[int], new_tokens: int) -> ClusterRun:
@@ -277,8 +277,8 @@ def _report(
     pieces = [after - before for before, after in itertools.pairwise(bounds)]
     with bare_sender(block_bytes, blocks) as sender:
         reads = read_times(sender, pieces[-1])
-    ttft = sorted(one.ttft_ms for one in cluster_runs)
-    ttft_alone = sorted(one.ttft_ms for one in solo_runs)
+    ttft = sorted(sample.ttft_ms for sample in cluster_runs)
+    ttft_alone = sorted(sample.ttft_ms for sample in solo_runs)
     total_bytes = blocks * block_bytes
     transfer, plain = (sorted(t.transfer_ms for t in of) for of in (times, times_without_digests))
     return HandoffReport(
@@ -295,8 +295,8 @@ def _report(
         digest_cost=median(transfer) / median(plain) - 1,
         digest_cost_p25=_quantile(transfer, 0.25) / _quantile(plain, 0.25) - 1,
         mover_digest_cost=reads.digest_cost,
-        decode_step_ms=median(one.step_ms for one in cluster_runs),
-        bandwidth_gbps=total_bytes / median(one.reading_ms for one in cluster_runs) / 1e6,
+        decode_step_ms=median(sample.step_ms for sample in cluster_runs),
+        bandwidth_gbps=total_bytes / median(sample.reading_ms for sample in cluster_runs) / 1e6,
         mover_bandwidth_gbps=pieces[-1] * block_bytes / reads.mover_ms / 1e6,
         raw_bandwidth_gbps=pieces[-1] * block_bytes / reads.bare_ms / 1e6,
         mover_share=reads.mover_share,

@@ -75,12 +75,12 @@ def measure(config: EngineBenchConfig, ranks: NodeShape) -> list[RanksFigures]:
             return median(drive.decode(prompts[:batch], max(1, config.steps // _ROUNDS)))
 
         def figures(step: str, num_tokens: int, seconds: Callable[[EngineDrive, int], float]) -> RanksFigures:
-            one, several = drives
-            turns = by_turns(partial(seconds, several), partial(seconds, one), _ROUNDS)
+            single, several = drives
+            turns = by_turns(partial(seconds, several), partial(seconds, single), _ROUNDS)
             return RanksFigures(step, *rates_by_turns(num_tokens, *turns))
 
-        found = [figures("prefill", length, prefill)]
+        results = [figures("prefill", length, prefill)]
         for prompt in prompts:
             for drive in drives:
                 drive.prefill(prompt)
-        return found + [figures(f"decode {batch}", batch, partial(decode, batch=batch)) for batch in _BATCHES]
+        return results + [figures(f"decode {batch}", batch, partial(decode, batch=batch)) for batch in _BATCHES]

@@ -3,103 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
+from baton.bench.load.endpoint import Cancel, Usage
+from baton.bench.load.grpc_endpoint import GrpcEndpoint
+from baton.bench.load.http_endpoint import HttpEndpoint
 from baton.bench.micro.relay_nodes import RelayNodes, RelayStream
 from baton.errors import BatonError
 from baton.messages.generation import GenerateRequest
-from baton.wire.codec.generation import request_to_pb, response_from_bytes
-from baton.wire.http2.client import Http2Client
-from baton.wire.http2.client_connection import CallEnd, call_headers
 
-_GENERATE = "/baton.v1.Generation/Generate"
+MODEL = "bench"
 _CHECKED_EVERY = 64
 """Every 64th stream keeps its text and compares it with the expected one."""
 _RETRY_S = 1.0
-
-OnTokens = Callable[[int, int, str], None]
-"""Called for a chunk with the index of the first token, the number of tokens, and the text."""
-OnEnd = Callable[[str], None]
-"""Called once, with an error message, or with an empty one."""
-
-
-class Front(Protocol):
-    """A protocol through which clients reach the router."""
-
-    async def open(self, address: str, connections: int) -> None:
-        """Connects to HOST:PORT."""
-        ...
-
-    def call(self, request: GenerateRequest, on_tokens: OnTokens, on_end: OnEnd) -> Callable[[], None]:
-        """Sends a request; returns a function that cancels it."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class GrpcFront:
-    """The gRPC service, over a few connections."""
-
-    def __init__(self) -> None:
-        self._connections: list[Http2Client] = []
-        self._headers = b""
-        self._calls = 0
-
-    async def open(self, address: str, connections: int) -> None:
-        host, port = address.rsplit(":", 1)
-        self._headers = call_headers(_GENERATE, address)
-        self._connections = [await Http2Client.open(host, int(port)) for _ in range(connections)]
-
-    def call(self, request: GenerateRequest, on_tokens: OnTokens, on_end: OnEnd) -> Callable[[], None]:
-        self._calls += 1
-        connection = self._connections[self._calls % len(self._connections)]
-        call = connection.call(self._headers, _Answer(on_tokens, on_end))
-        connection.send(call, request_to_pb(request).SerializeToString(), is_last=True)
-        return lambda: connection.cancel(call)
-
-    def close(self) -> None:
-        for connection in self._connections:
-            connection.close()
-
-
-class _Answer:
-    """Receives the stream of one call."""
-
-    __slots__ = ("_is_finished", "_on_end", "_on_tokens")
-
-    def __init__(self, on_tokens: OnTokens, on_end: OnEnd) -> None:
-        self._on_tokens = on_tokens
-        self._on_end = on_end
-        self._is_finished = False
-
-    def on_messages(self, messages: Sequence[bytes]) -> None:
-        for message in messages:
-            # The message is not converted: this process does the work of clients and nodes, and must keep up.
-            answer = response_from_bytes(message)
-            kind = answer.WhichOneof("event")
-            if kind == "chunk":
-                chunk = answer.chunk
-                self._on_tokens(chunk.first_index, len(chunk.token_ids), chunk.text)
-            elif kind != "accepted":
-                self._is_finished = True
-
-    def on_end(self, end: CallEnd) -> None:
-        self._on_end(end.error or ("" if self._is_finished else "the stream ended without an answer"))
 
 
 class RelayClients:
     """Opens streams and counts what they receive. `reset_counts` starts a measurement."""
 
-    def __init__(self, front: Front, nodes: RelayNodes, prompt: str, decode: Callable[[Sequence[int]], str]) -> None:
-        self._front = front
+    def __init__(
+        self,
+        endpoint: GrpcEndpoint | HttpEndpoint,
+        nodes: RelayNodes,
+        prompt: str,
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        self._endpoint = endpoint
         self._nodes = nodes
         self._prompt = prompt
         self._decode = decode
-        self._cancels: dict[str, Callable[[], None]] = {}
+        self._cancels: dict[str, Cancel] = {}
         self._opened = 0
         self._changed = asyncio.Event()
         self.max_tokens = 1 << 16
@@ -152,24 +87,15 @@ class RelayClients:
         name = f"bench-{self._opened}"
         stream = RelayStream(name, self._opened * 7 % len(self._nodes.script), self.max_tokens)
         self._nodes.streams[name] = stream
-        kept: list[str] | None = [] if self._opened % _CHECKED_EVERY == 0 else None
+        request = GenerateRequest(
+            self._prompt, name, model=MODEL, temperature=0.0, max_tokens=stream.max_tokens, ignore_eos=True
+        )
+        reader = _Reader(self, stream, keeps_text=self._opened % _CHECKED_EVERY == 0)
+        self._cancels[name] = self._endpoint.send(self._endpoint.encode(request), reader)
 
-        def on_tokens(first_index: int, count: int, text: str) -> None:
-            self._read(stream, first_index, count)
-            if kept is not None:
-                kept.append(text)
-
-        def on_end(error: str) -> None:
-            self._on_end(stream, error, None if kept is None else "".join(kept))
-
-        request = GenerateRequest(self._prompt, name, temperature=0.0, max_tokens=stream.max_tokens, ignore_eos=True)
-        self._cancels[name] = self._front.call(request, on_tokens, on_end)
-
-    def _read(self, stream: RelayStream, first_index: int, count: int) -> None:
-        now = time.monotonic()
-        if first_index != stream.num_read and count:
-            self.failures.append(f"{stream.request_id}: token {first_index} after {stream.num_read} tokens")
-        sent_at = stream.sent_at
+    def on_tokens(self, stream: RelayStream, count: int) -> None:
+        """A client has read more tokens of its stream."""
+        now, first_index, sent_at = time.monotonic(), stream.num_read, stream.sent_at
         for index in range(first_index, first_index + count):
             self.latencies.append(now - sent_at[index])
         stream.num_read += count
@@ -182,7 +108,8 @@ class RelayClients:
             if node.on_read is not None:
                 node.on_read(node)
 
-    def _on_end(self, stream: RelayStream, error: str, text: str | None) -> None:
+    def on_end(self, stream: RelayStream, error: str, text: str | None) -> None:
+        """A stream has ended. `error`: empty if it is complete; `text`: that of its tokens, None if it was not kept."""
         self._cancels.pop(stream.request_id, None)
         self._nodes.streams.pop(stream.request_id, None)
         if error and not stream.num_read:
@@ -207,109 +134,20 @@ class RelayClients:
             self._open_one()
 
 
-# A minimal client of the OpenAI API that can read thousands of streams, with one connection per request.
+class _Reader:
+    """The listener of one stream; see `baton.bench.load.endpoint.Listener`."""
 
+    __slots__ = ("_clients", "_stream", "_text")
 
-class HttpFront:
-    """`POST /v1/completions` with `stream`; see `baton.bench.micro.relay_clients.Front`."""
+    def __init__(self, clients: RelayClients, stream: RelayStream, *, keeps_text: bool) -> None:
+        self._clients = clients
+        self._stream = stream
+        self._text: list[str] | None = [] if keeps_text else None
 
-    def __init__(self) -> None:
-        self._address = ("", 0)
-        self._open: set[_Stream] = set()
+    def on_tokens(self, count: int, text: str = "") -> None:
+        if self._text is not None:
+            self._text.append(text)
+        self._clients.on_tokens(self._stream, count)
 
-    async def open(self, address: str, connections: int) -> None:
-        """Sets the address, HOST:PORT. `connections` is ignored, since each request has its own connection."""
-        host, port = address.rsplit(":", 1)
-        self._address = (host, int(port))
-
-    def call(self, request: GenerateRequest, on_tokens: OnTokens, on_end: OnEnd) -> Callable[[], None]:
-        stream = _Stream(request, on_tokens, on_end)
-        self._open.add(stream)
-        stream.task = asyncio.get_running_loop().create_task(self._connect(stream))
-        return stream.cancel
-
-    async def _connect(self, stream: _Stream) -> None:
-        try:
-            await asyncio.get_running_loop().create_connection(lambda: stream, *self._address)
-        except OSError as error:
-            stream.end(f"the connection failed: {error}")
-        self._open.discard(stream)
-
-    def close(self) -> None:
-        """Does nothing: connections end with their requests."""
-
-
-class _Stream(asyncio.Protocol):
-    """Sends one request and parses the server-sent events of its answer."""
-
-    def __init__(self, request: GenerateRequest, on_tokens: OnTokens, on_end: OnEnd) -> None:
-        self.task: asyncio.Task[None] | None = None
-        self._request = request
-        self._on_tokens = on_tokens
-        self._on_end: OnEnd | None = on_end
-        self._transport: asyncio.Transport | None = None
-        self._rest = b""
-        self._num_tokens = 0
-        self._id = 0
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        if self._on_end is None:
-            transport.abort()
-            return
-        request = self._request
-        fields = {
-            "model": "bench",
-            "prompt": request.prompt,
-            "max_tokens": request.max_tokens,
-            "temperature": request.temperature,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        body = json.dumps(fields).encode()
-        head = (
-            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            f"x-request-id: {request.request_id}\r\ncontent-length: {len(body)}\r\n\r\n"
-        )
-        transport.write(head.encode() + body)
-
-    def data_received(self, data: bytes) -> None:
-        # The router ends chunks where events end, so chunk lengths are separate lines, which are skipped.
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            if line.startswith(b"id: "):
-                self._id = int(line[4:])
-            elif line.startswith(b"data: "):
-                self._on_event(line[6:].strip())
-            elif line.startswith(b"HTTP/1.1 ") and not line.startswith(b"HTTP/1.1 200"):
-                self.end(line.decode().strip())
-
-    def _on_event(self, data: bytes) -> None:
-        if data == b"[DONE]":
-            self.end("")
-            return
-        event = json.loads(data)
-        if "error" in event:
-            self.end(str(event["error"]))
-            return
-        first, self._num_tokens = self._num_tokens, min(self._id, self._request.max_tokens or self._id)
-        text = "".join(choice["text"] for choice in event["choices"])
-        if text or self._num_tokens > first:
-            self._on_tokens(first, self._num_tokens - first, text)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.end(f"the connection is lost: {exc}")
-
-    def cancel(self) -> None:
-        self._on_end = None
-        if self._transport is not None:
-            self._transport.abort()
-
-    def end(self, error: str) -> None:
-        """Calls `on_end`, once."""
-        on_end, self._on_end = self._on_end, None
-        if on_end is not None:
-            if self._transport is not None:
-                self._transport.abort()
-            on_end(error)
+    def on_end(self, error: str | None, usage: Usage | None) -> None:
+        self._clients.on_end(self._stream, error or "", None if self._text is None else "".join(self._text))

@@ -23,7 +23,10 @@ from random import Random
 from statistics import median
 
 from baton.bench.config import RouterBenchConfig
-from baton.bench.micro.relay_clients import Front, GrpcFront, HttpFront, RelayClients
+from baton.bench.load.endpoint import Target
+from baton.bench.load.grpc_endpoint import GrpcEndpoint
+from baton.bench.load.http_endpoint import HttpEndpoint
+from baton.bench.micro.relay_clients import MODEL, RelayClients
 from baton.bench.micro.relay_nodes import DirectReader, RelayNode, RelayNodes
 from baton.bench.micro.router_process import RouterProcess, router_process
 from baton.bench.results.host import processor
@@ -33,6 +36,7 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import LoadReport, NodeDescription, StepFigures, StepReport
 from baton.messages.sampling import SamplingParams
 from baton.node.reports.reports import node_record
+from baton.observe.ready import Ready
 from baton.text.model_files import read_model_files
 from baton.text.tokenizer import Tokenizer
 from baton.wire.server.event_loop import RpcEventLoop
@@ -143,18 +147,18 @@ async def _run(config: RouterBenchConfig, router_core: int) -> RouterReport:
     bench = _Bench(config)
     async with bench.nodes_running():
         direct = await bench.direct()
-        async with bench.running(router_core) as router:
-            await bench.warm_up()
-            before = router.rss()
-            await bench.open_idle_streams()
-            after = router.rss()
-            relay = await bench.relay()
-            half = await bench.steady()
-            await bench.end_streams()
-            mixed = await bench.mixed()
-            await bench.end_streams()
-            requests = await bench.requests()
-            await bench.end_streams()
+        async with bench.routed(router_core) as loads:
+            await loads.warm_up()
+            before = loads.router.rss()
+            await loads.open_idle_streams()
+            after = loads.router.rss()
+            relay = await loads.relay()
+            half = await loads.steady()
+            await loads.end_streams()
+            mixed = await loads.mixed()
+            await loads.end_streams()
+            requests = await loads.requests()
+            await loads.end_streams()
     num_reports = round(config.nodes * config.tokens_per_s / config.streams / config.requests_per_s)
     return RouterReport(
         processor=processor(),
@@ -174,16 +178,14 @@ async def _run(config: RouterBenchConfig, router_core: int) -> RouterReport:
 
 
 class _Bench:
-    """Nodes, clients, a router, and the loads."""
+    """The nodes, which are read directly, and then through a router."""
 
     def __init__(self, config: RouterBenchConfig) -> None:
         self._config = config
         tokenizer = Tokenizer.load(config.model_dir)
         vocab_size = read_model_files(config.model_dir).vocab_size
-        self._nodes = RelayNodes(config.nodes, "bench", vocab_size, tokenizer.encode(_TEXT))
-        self._front = _front(config.front)
-        self._clients = RelayClients(self._front, self._nodes, _TEXT[:120], tokenizer.decode)
-        self._router: RouterProcess | None = None
+        self._nodes = RelayNodes(config.nodes, MODEL, vocab_size, tokenizer.encode(_TEXT))
+        self._decode = tokenizer.decode
 
     @property
     def descriptions(self) -> Sequence[NodeDescription]:
@@ -193,7 +195,7 @@ class _Bench:
         """Median latency of tokens without a router in milliseconds, at the rate of the load half."""
         config, rounds = self._config, []
         reader = DirectReader(self._nodes, config.streams)
-        async with reader.reading(), self._stepping_at(config.tokens_per_s / config.streams):
+        async with reader.reading(), _stepping_at(self._nodes, config.tokens_per_s / config.streams):
             await asyncio.sleep(config.settle_s)
             for _ in range(config.rounds):
                 reader.latencies = array("f")
@@ -216,15 +218,26 @@ class _Bench:
             await self._nodes.stop()
 
     @asynccontextmanager
-    async def running(self, router_core: int) -> AsyncIterator[RouterProcess]:
+    async def routed(self, router_core: int) -> AsyncIterator[_Loads]:
         """A context in which a router is attached to the nodes, and clients are connected to it."""
         async with router_process(self.descriptions, self._config.model_dir, router_core) as router:
-            self._router = router
-            addresses = router.addresses
-            address = addresses.http_address if self._config.front == "http" else addresses.address
-            await self._front.open(address, self._config.connections)
-            yield router
-            self._front.close()
+            endpoint = _endpoint(self._config, router.addresses)
+            await endpoint.open()
+            clients = RelayClients(endpoint, self._nodes, _TEXT[:120], self._decode)
+            yield _Loads(self._config, self._nodes, clients, router)
+            endpoint.close()
+
+
+class _Loads:
+    """The loads of clients that call a router."""
+
+    def __init__(
+        self, config: RouterBenchConfig, nodes: RelayNodes, clients: RelayClients, router: RouterProcess
+    ) -> None:
+        self._config = config
+        self._nodes = nodes
+        self._clients = clients
+        self.router = router
 
     async def warm_up(self) -> None:
         self._clients.max_tokens = 32
@@ -250,7 +263,7 @@ class _Bench:
             return await self._measure(lambda: self._clients.num_tokens > 0)
 
     async def steady(self) -> LoadFigures:
-        async with self._stepping_at(self._config.tokens_per_s / self._config.streams):
+        async with _stepping_at(self._nodes, self._config.tokens_per_s / self._config.streams):
             return await self._measure(lambda: self._clients.num_tokens > 0)
 
     async def mixed(self) -> LoadFigures:
@@ -258,7 +271,7 @@ class _Bench:
         config, clients = self._config, self._clients
         tokens_each = max(2, round(config.tokens_per_s / config.requests_per_s))
         clients.is_replacing = True
-        async with self._stepping_at(config.tokens_per_s / config.streams):
+        async with _stepping_at(self._nodes, config.tokens_per_s / config.streams):
             life_s = config.streams / config.requests_per_s
             started = time.monotonic()
             for number in range(config.streams):
@@ -271,7 +284,7 @@ class _Bench:
         clients = self._clients
         clients.is_replacing = True
         clients.max_tokens = 2
-        async with self._stepping_at(200.0):
+        async with _stepping_at(self._nodes, 200.0):
             clients.open(self._config.pending_requests)
             return await self._measure(lambda: clients.num_finished > 0)
 
@@ -315,31 +328,9 @@ class _Bench:
             for node in self._nodes.decoding:
                 node.on_read = None
 
-    @asynccontextmanager
-    async def _stepping_at(self, steps_per_s: float) -> AsyncIterator[None]:
-        """A context in which each node steps at this rate, at different times."""
-        loop = asyncio.get_running_loop()
-        rng = Random(0)
-        timers: dict[RelayNode, asyncio.TimerHandle] = {}
-
-        def step(node: RelayNode, due: float) -> None:
-            node.step()
-            timers[node] = loop.call_at(due + 1 / steps_per_s, step, node, due + 1 / steps_per_s)
-
-        start = loop.time()
-        for node in self._nodes.decoding:
-            due = start + rng.random() / steps_per_s
-            timers[node] = loop.call_at(due, step, node, due)
-        try:
-            yield
-        finally:
-            for timer in timers.values():
-                timer.cancel()
-
     async def _measure(self, has_result: Callable[[], bool]) -> LoadFigures:
         """Measure all rounds. A round in which nothing came lasts until `has_result`: its rate is low, and not 0."""
-        clients, router = self._clients, self._router
-        assert router is not None
+        clients, router = self._clients, self.router
         await asyncio.sleep(self._config.settle_s)
         rounds = []
         for _ in range(self._config.rounds):
@@ -367,6 +358,28 @@ class _Bench:
         return _figures(rounds)
 
 
+@asynccontextmanager
+async def _stepping_at(nodes: RelayNodes, steps_per_s: float) -> AsyncIterator[None]:
+    """A context in which each node steps at this rate, at different times."""
+    loop = asyncio.get_running_loop()
+    rng = Random(0)
+    timers: dict[RelayNode, asyncio.TimerHandle] = {}
+
+    def step(node: RelayNode, due: float) -> None:
+        node.step()
+        timers[node] = loop.call_at(due + 1 / steps_per_s, step, node, due + 1 / steps_per_s)
+
+    start = loop.time()
+    for node in nodes.decoding:
+        due = start + rng.random() / steps_per_s
+        timers[node] = loop.call_at(due, step, node, due)
+    try:
+        yield
+    finally:
+        for timer in timers.values():
+            timer.cancel()
+
+
 @dataclass(frozen=True, slots=True)
 class _Round:
     tokens_per_s: float
@@ -381,14 +394,14 @@ class _Round:
 
 def _figures(rounds: Sequence[_Round]) -> LoadFigures:
     return LoadFigures(
-        tokens_per_s=Spread.of([one.tokens_per_s for one in rounds]),
-        requests_per_s=Spread.of([one.requests_per_s for one in rounds]),
-        refused_per_s=median(one.refused_per_s for one in rounds),
-        tokens_per_message=median(one.tokens_per_message for one in rounds),
-        latency_ms_p50=Spread.of([one.p50 for one in rounds], 1e3),
-        latency_ms_p99=Spread.of([one.p99 for one in rounds], 1e3),
-        router_cpu=median(one.router_cpu for one in rounds),
-        load_cpu=median(one.load_cpu for one in rounds),
+        tokens_per_s=Spread.of([turn.tokens_per_s for turn in rounds]),
+        requests_per_s=Spread.of([turn.requests_per_s for turn in rounds]),
+        refused_per_s=median(turn.refused_per_s for turn in rounds),
+        tokens_per_message=median(turn.tokens_per_message for turn in rounds),
+        latency_ms_p50=Spread.of([turn.p50 for turn in rounds], 1e3),
+        latency_ms_p99=Spread.of([turn.p99 for turn in rounds], 1e3),
+        router_cpu=median(turn.router_cpu for turn in rounds),
+        load_cpu=median(turn.load_cpu for turn in rounds),
     )
 
 
@@ -397,12 +410,12 @@ def _quantile(values: array[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def _front(name: str) -> Front:
-    if name == "grpc":
-        return GrpcFront()
-    if name == "http":
-        return HttpFront()
-    raise ConfigError(f"front {name!r} is unknown; use grpc or http")
+def _endpoint(config: RouterBenchConfig, addresses: Ready) -> GrpcEndpoint | HttpEndpoint:
+    if config.front == "grpc":
+        return GrpcEndpoint(Target("baton", addresses.address, connections=config.connections))
+    if config.front == "http":
+        return HttpEndpoint(Target("openai", addresses.http_address, "/v1/completions"))
+    raise ConfigError(f"front {config.front!r} is unknown; use grpc or http")
 
 
 def placement_us(descriptions: Sequence[NodeDescription], num_reports: int, rounds: int = 500) -> Spread:

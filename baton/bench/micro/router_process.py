@@ -44,7 +44,7 @@ class RouterProcess:
 @asynccontextmanager
 async def router_process(nodes: Sequence[NodeDescription], model_dir: Path, core: int) -> AsyncIterator[RouterProcess]:
     """A router on `core` that is attached to all `nodes`; on exit all processes have ended. Raises ConfigError."""
-    with tempfile.TemporaryDirectory(prefix="baton-bench-") as place, _redis(Path(place)) as url:
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder, _redis(Path(folder)) as url:
         registry = Registry.connect(url, _CLUSTER)
         try:
             for node in nodes:

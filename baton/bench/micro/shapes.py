@@ -53,6 +53,6 @@ def write_shape(directory: Path, shape: str) -> None:
 @contextmanager
 def shape_dir(shape: str) -> Iterator[Path]:
     """A temporary directory with the model of a shape; raises like `write_shape`."""
-    with TemporaryDirectory(prefix="baton-shape-") as place:
-        write_shape(Path(place), shape)
-        yield Path(place)
+    with TemporaryDirectory(prefix="baton-shape-") as folder:
+        write_shape(Path(folder), shape)
+        yield Path(folder)

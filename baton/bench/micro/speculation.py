@@ -138,6 +138,6 @@ def _chat(llm: LLM, workload: _Workload, max_tokens: int, *, speculation: bool) 
     )
     outputs: list[Sequence[int]] = []
     for prompt in workload.prompts:
-        found: list[RequestOutput] = llm.chat([{"role": "user", "content": prompt}], params, use_tqdm=False)
-        outputs.append(found[0].outputs[0].token_ids)
+        answers: list[RequestOutput] = llm.chat([{"role": "user", "content": prompt}], params, use_tqdm=False)
+        outputs.append(answers[0].outputs[0].token_ids)
     return outputs

@@ -105,11 +105,14 @@ class NodesRun:
     def busy_shares(self) -> dict[str, dict[str, float]]:
         """For each node, the share of the run that went into each kind of step."""
         began_s = self.run.began_s
-        return {name: one.busy_shares(began_s, began_s + self.run.duration_s) for name, one in self.timelines.items()}
+        return {
+            name: timeline.busy_shares(began_s, began_s + self.run.duration_s)
+            for name, timeline in self.timelines.items()
+        }
 
     def timeline_rows(self) -> dict[str, list[list[Any]]]:
         """The timelines of a result file; times count from the workload's start."""
-        return {name: one.rows(self.run.began_s) for name, one in self.timelines.items()}
+        return {name: timeline.rows(self.run.began_s) for name, timeline in self.timelines.items()}
 
 
 def run_watched(cluster: FoundCluster, plan: LoadPlan, on_progress: OnProgress = lambda _: None) -> NodesRun:
@@ -125,6 +128,6 @@ def nodes_result(
     """The result file's content: that of `baton bench serve`, with the nodes' metrics and timelines."""
     result = serve_result(plan, ran.run, slo, percentiles, label, created)
     measured = result["arrangements"][0]["rates"][0]
-    measured["node_metrics"] = {name: one.to_json(ran.run.began_s) for name, one in ran.samples.items()}
+    measured["node_metrics"] = {name: samples.to_json(ran.run.began_s) for name, samples in ran.samples.items()}
     measured["timeline"] = ran.timeline_rows()
     return result | {"kind": "nodes", "impossible_spans": ran.impossible_spans}

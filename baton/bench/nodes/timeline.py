@@ -124,14 +124,14 @@ class NodeTimeline:
         if len(steps) > _MAX_ROWS:
             steps = merge_decode_steps(steps)
         return [
-            [round(one.begin_s - origin_s, 6), round(one.end_s - origin_s, 6), one.kind, one.size]
-            for one in sorted([*steps, *reads])
+            [round(interval.begin_s - origin_s, 6), round(interval.end_s - origin_s, 6), interval.kind, interval.size]
+            for interval in sorted([*steps, *reads])
         ]
 
     def _convert_new(self) -> None:
         """Converts the times of new answers to this process's clock."""
         self._steps += [
-            NodeStep(one.monotonic_ns / 1e9 + self._offset_s, one.figures, one.goes_on) for one in self._new_steps
+            NodeStep(step.monotonic_ns / 1e9 + self._offset_s, step.figures, step.goes_on) for step in self._new_steps
         ]
         self._reads += reads_of(self._new_events, self._offset_s)
         self._new_steps, self._new_events = [], []
@@ -225,16 +225,16 @@ def peak_rows(nodes: Mapping[str, NodeSamples]) -> list[list[str]]:
     return [
         [
             name,
-            one.role,
-            str(max(one.running, default=0)),
-            str(max(one.waiting, default=0)),
-            str(max(one.waiting_for_remote_kvs, default=0)),
-            f"{max(one.kv_usage, default=0.0):.0%}",
-            str(max(one.leased_blocks, default=0)),
-            str(len(one.seconds)),
-            str(one.misses),
+            samples.role,
+            str(max(samples.running, default=0)),
+            str(max(samples.waiting, default=0)),
+            str(max(samples.waiting_for_remote_kvs, default=0)),
+            f"{max(samples.kv_usage, default=0.0):.0%}",
+            str(max(samples.leased_blocks, default=0)),
+            str(len(samples.seconds)),
+            str(samples.misses),
         ]
-        for name, one in sorted(nodes.items())
+        for name, samples in sorted(nodes.items())
     ]
 
 

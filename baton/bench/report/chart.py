@@ -191,9 +191,9 @@ def legend(names: Mapping[str, str]) -> Markup:
     return tag("ul", *items, class_="legend")
 
 
-def share(place: float) -> str:
+def share(position: float) -> str:
     """A position on an axis as a CSS percentage."""
-    return f"{place / EXTENT * 100:.3f}%"
+    return f"{position / EXTENT * 100:.3f}%"
 
 
 def series_class(colour: int) -> str:

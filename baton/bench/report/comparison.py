@@ -57,7 +57,9 @@ def capacity(arrangement: Arrangement, target: float) -> Capacity | None:
         rate, runs = met[-1]
     else:
         return None
-    highest = max((one.rate for one in arrangement.measurements if one.rate is not None), default=math.inf)
+    highest = max(
+        (measurement.rate for measurement in arrangement.measurements if measurement.rate is not None), default=math.inf
+    )
     if math.isinf(rate):
         rate = runs[0].summary.get("request_goodput", 0.0)
     return Capacity(arrangement, runs[0], rate, rate >= highest) if rate > 0 else None
@@ -65,8 +67,8 @@ def capacity(arrangement: Arrangement, target: float) -> Capacity | None:
 
 def capacities(measured: MeasuredResult) -> list[Capacity]:
     """The capacities of all arrangements that have one, the best first."""
-    found = [one for arrangement in measured.arrangements if (one := capacity(arrangement, measured.target))]
-    return sorted(found, key=lambda one: -(one.goodput_per_engine() or one.goodput))
+    all_reached = [one for arrangement in measured.arrangements if (one := capacity(arrangement, measured.target))]
+    return sorted(all_reached, key=lambda reached: -(reached.goodput_per_engine() or reached.goodput))
 
 
 def compared(measured: MeasuredResult) -> list[Compared]:
@@ -75,7 +77,7 @@ def compared(measured: MeasuredResult) -> list[Compared]:
     wanted = best[0].at.rate if best else _middle_rate(measured)
     chosen = []
     for colour, arrangement in enumerate(measured.arrangements):
-        common = [one for one in arrangement.measurements if one.is_common]
+        common = [measurement for measurement in arrangement.measurements if measurement.is_common]
         if common:
             chosen.append(Compared(arrangement, colour, common[0]))
         elif arrangement.measurements:
@@ -86,12 +88,11 @@ def compared(measured: MeasuredResult) -> list[Compared]:
 
 def answer(measured: MeasuredResult) -> Answer:
     """The main result, as a headline and details."""
-    all_measurements = [one for arrangement in measured.arrangements for one in arrangement.measurements]
-    offered, failed = sum(one.offered for one in all_measurements), sum(one.failed for one in all_measurements)
+    offered, failed = measured.num_offered, measured.num_failed
     if not offered:
         return Answer("Nothing was measured.", "The result contains no request.", is_bad=True)
     if failed >= offered:
-        return Answer(f"All {plural(offered, 'request')} failed.", _most_frequent_error(all_measurements), is_bad=True)
+        return Answer(f"All {plural(offered, 'request')} failed.", _most_frequent_error(measured), is_bad=True)
     if measured.kind == "validate":
         return _validated(measured)
     if not measured.slo:
@@ -111,7 +112,7 @@ def answer(measured: MeasuredResult) -> Answer:
 
 def _unsettled(best: Sequence[Capacity], measured: MeasuredResult) -> Answer:
     """No headline with a ratio: the runs do not show that there is a difference."""
-    goodputs = ", ".join(f"{one.arrangement.name} {per_second(one.goodput)}" for one in best)
+    goodputs = ", ".join(f"{reached.arrangement.name} {per_second(reached.goodput)}" for reached in best)
     headline = "It is not settled which arrangement has the higher goodput."
     return Answer(headline, f"{_sentence(measured.unsettled)} Goodput within {limits(measured.slo)}: {goodputs}.")
 
@@ -121,7 +122,7 @@ def _validated(measured: MeasuredResult) -> Answer:
     ratios = [ratio for live, simulated in _pairs(measured) for ratio in _simulated_over_live(live, simulated)]
     if not ratios:
         return Answer("Nothing was simulated.", "The result has no live run with a simulated one.", is_bad=True)
-    farthest, where = max(ratios, key=lambda one: abs(one[0] - 1))
+    farthest, where = max(ratios, key=lambda ratio: abs(ratio[0] - 1))
     off = percent(abs(farthest - 1))
     headline = f"The simulator's mean TTFT and TPOT are within {off} of those of real nodes."
     detail = f"The largest deviation of {plural(len(ratios), 'mean')} is {number(farthest, 2)} times: {where}."
@@ -129,9 +130,11 @@ def _validated(measured: MeasuredResult) -> Answer:
 
 
 def _pairs(measured: MeasuredResult) -> list[tuple[Arrangement, Arrangement]]:
-    by_name = {one.name: one for one in measured.arrangements}
+    by_name = {arrangement.name: arrangement for arrangement in measured.arrangements}
     named = [
-        (one, f"{name.removesuffix(' live')} simulated") for name, one in by_name.items() if name.endswith(" live")
+        (arrangement, f"{name.removesuffix(' live')} simulated")
+        for name, arrangement in by_name.items()
+        if name.endswith(" live")
     ]
     return [(live, by_name[name]) for live, name in named if name in by_name]
 
@@ -201,7 +204,7 @@ def _single(best: Capacity, measured: MeasuredResult) -> Answer:
 
 def _conditions(best: Capacity, measured: MeasuredResult) -> str:
     text = f"at least {percent(measured.target)} of the offered requests keep all limits"
-    engines = {(one.engines, one.unit) for one in measured.arrangements}
+    engines = {(arrangement.engines, arrangement.unit) for arrangement in measured.arrangements}
     if len(engines) == 1 and best.arrangement.engines:
         text += f", on {plural(round(best.arrangement.engines), best.arrangement.unit)}"
         text += " each" if len(measured.arrangements) > 1 else ""
@@ -212,11 +215,9 @@ def _conditions(best: Capacity, measured: MeasuredResult) -> str:
 
 def _none_meets(measured: MeasuredResult) -> Answer:
     tried = [
-        (one.attainment or 0.0, arrangement, one)
-        for arrangement in measured.arrangements
-        for one in arrangement.measurements
+        (measurement.attainment or 0.0, arrangement, measurement) for arrangement, measurement in measured.measurements
     ]
-    share, arrangement, at = max(tried, key=lambda one: one[0])
+    share, arrangement, at = max(tried, key=lambda attempt: attempt[0])
     who = "No arrangement" if len(measured.arrangements) > 1 else arrangement.name
     negation = " keeps " if len(measured.arrangements) > 1 else " does not keep "
     headline = (
@@ -230,8 +231,11 @@ def _none_meets(measured: MeasuredResult) -> Answer:
 
 def _without_slo(measured: MeasuredResult) -> Answer:
     best = max(
-        ((one.summary.get("request_throughput", 0.0), arrangement, one) for arrangement, one in _each(measured)),
-        key=lambda one: one[0],
+        (
+            (measurement.summary.get("request_throughput", 0.0), arrangement, measurement)
+            for arrangement, measurement in measured.measurements
+        ),
+        key=lambda attempt: attempt[0],
     )
     throughput, arrangement, at = best
     first = milliseconds(at.summary.get("median_ttft_ms"))
@@ -239,20 +243,16 @@ def _without_slo(measured: MeasuredResult) -> Answer:
     return Answer(headline, "No SLO was given with --goodput, so there is no goodput to compare.")
 
 
-def _each(measured: MeasuredResult) -> list[tuple[Arrangement, Measurement]]:
-    return [(arrangement, one) for arrangement in measured.arrangements for one in arrangement.measurements]
-
-
 def _baseline(best: Sequence[Capacity]) -> Capacity:
     """The arrangement that the best one is compared with: the colocated one, or else the second best."""
     others = best[1:]
-    return next((one for one in others if "colocated" in one.arrangement.name.lower()), others[0])
+    return next((other for other in others if "colocated" in other.arrangement.name.lower()), others[0])
 
 
-def _most_frequent_error(measurements: Sequence[Measurement]) -> str:
+def _most_frequent_error(measured: MeasuredResult) -> str:
     errors: dict[str, int] = {}
-    for one in measurements:
-        for error, count in one.errors.items():
+    for _, measurement in measured.measurements:
+        for error, count in measurement.errors.items():
             errors[error] = errors.get(error, 0) + count
     if not errors:
         return "The result does not say why."
@@ -260,26 +260,26 @@ def _most_frequent_error(measurements: Sequence[Measurement]) -> str:
 
 
 def _middle_rate(measured: MeasuredResult) -> float | None:
-    rates = sorted(one.rate for _, one in _each(measured) if one.rate is not None)
+    rates = sorted(measurement.rate for _, measurement in measured.measurements if measurement.rate is not None)
     return rates[len(rates) // 2] if rates else None
 
 
 def _by_rate(arrangement: Arrangement) -> list[tuple[float, list[Measurement]]]:
     """Groups repeated measurements by rate, in rising order; infinity: unpaced."""
-    found: dict[float, list[Measurement]] = {}
-    for one in arrangement.measurements:
-        found.setdefault(math.inf if one.rate is None else one.rate, []).append(one)
-    return sorted(found.items())
+    by_rate: dict[float, list[Measurement]] = {}
+    for measurement in arrangement.measurements:
+        by_rate.setdefault(math.inf if measurement.rate is None else measurement.rate, []).append(measurement)
+    return sorted(by_rate.items())
 
 
 def _middle_attainment(runs: Sequence[Measurement]) -> float | None:
-    shares = [one.attainment for one in runs if one.attainment is not None]
+    shares = [run.attainment for run in runs if run.attainment is not None]
     return median(shares) if shares else None
 
 
 def _nearest(rates: Sequence[tuple[float, list[Measurement]]], wanted: float) -> tuple[float, list[Measurement]]:
-    exact = [one for one in rates if one[0] == wanted]
-    return exact[0] if exact else min(rates, key=lambda one: abs(one[0] - wanted))
+    exact = [group for group in rates if group[0] == wanted]
+    return exact[0] if exact else min(rates, key=lambda group: abs(group[0] - wanted))
 
 
 def _sentence(text: str) -> str:

@@ -120,6 +120,20 @@ class MeasuredResult:
     largest gap."""
 
     @property
+    def measurements(self) -> list[tuple[Arrangement, Measurement]]:
+        """All measurements, each with its arrangement."""
+        return [(arrangement, measured) for arrangement in self.arrangements for measured in arrangement.measurements]
+
+    @property
+    def num_offered(self) -> int:
+        """Requests of all measurements."""
+        return sum(measured.offered for _, measured in self.measurements)
+
+    @property
+    def num_failed(self) -> int:
+        return sum(measured.failed for _, measured in self.measurements)
+
+    @property
     def subject(self) -> str:
         """The model and the load, as far as the result says them."""
         load = "any number of requests at once" if self.is_open_loop else ""
@@ -128,29 +142,65 @@ class MeasuredResult:
         return ", ".join(filter(None, (self.model, load)))
 
 
+class _Fields:
+    """An object of the file, and where it is. What is missing is empty; other kinds of values raise InvalidRequest."""
+
+    __slots__ = ("raw", "where")
+
+    def __init__(self, raw: Any, where: str = "") -> None:
+        if not isinstance(raw, Mapping):
+            raise InvalidRequest(where, "not an object")
+        self.raw = raw
+        self.where = where
+
+    def path(self, name: str) -> str:
+        return f"{self.where}.{name}".lstrip(".")
+
+    def text(self, name: str) -> str:
+        return str(self.raw.get(name) or "")
+
+    def number(self, name: str) -> float | None:
+        return _number(self.raw.get(name))
+
+    def numbers(self) -> dict[str, float]:
+        """All fields that are numbers."""
+        return {str(name): number for name, value in self.raw.items() if (number := _number(value)) is not None}
+
+    def fields(self, name: str) -> _Fields:
+        value = self.raw.get(name)
+        return _Fields({} if value is None else value, self.path(name))
+
+    def values(self, name: str) -> Sequence[Any]:
+        value = self.raw.get(name)
+        _require(value is None or isinstance(value, list), self.path(name), "not a list")
+        return value or []
+
+    def objects(self, name: str) -> list[_Fields]:
+        return [_Fields(value, f"{self.path(name)}[{index}]") for index, value in enumerate(self.values(name))]
+
+
 def parse_result(result: Mapping[str, Any]) -> MeasuredResult:
     """Checks and converts a result; raises InvalidRequest, which names the field."""
     if not isinstance(result, Mapping) or result.get("schema") != SCHEMA:
         raise InvalidRequest("schema", f"not a result of `baton bench` ({SCHEMA})")
-    listed = _sequence(result, "arrangements")
-    arrangements = [_arrangement(one, f"arrangements[{index}]") for index, one in enumerate(listed)]
-    targets = [_number(result.get("attainment")), *(_number(_mapping(one, "goodput").get("target")) for one in listed)]
-    target = next((target for target in targets if target), TARGET)
-    most = _number(result.get("max_concurrency"))
+    fields = _Fields(result)
+    listed = fields.objects("arrangements")
+    targets = [fields.number("attainment"), *(arrangement.fields("goodput").number("target") for arrangement in listed)]
+    most = fields.number("max_concurrency")
     return MeasuredResult(
         kind=str(result.get("kind", "benchmark")),
-        model=_model(result),
+        model=_model(fields),
         max_concurrency=int(most) if most is not None and most >= 1 else None,
         is_open_loop="max_concurrency" in result and result["max_concurrency"] is None,
-        facts=_facts(result),
-        slo=_slo(result),
-        target=target,
+        facts={name: text for name in _FACTS if (text := _words(result.get(name), name))},
+        slo=_slo(fields, listed),
+        target=next((target for target in targets if target), TARGET),
         is_partial=result.get("is_complete") is False,
-        notes=[str(note) for note in _sequence(result, "notes")],
-        arrangements=arrangements,
-        goodput_ratio=_spread(result, "goodput_ratio"),
-        unsettled=_unsettled(_mapping(result, "verdict") if result.get("verdict") else {}),
-        gap_ratio=_spread(result, "p99_gap_ratio"),
+        notes=[str(note) for note in fields.values("notes")],
+        arrangements=[_arrangement(arrangement) for arrangement in listed],
+        goodput_ratio=_spread(fields, "goodput_ratio"),
+        unsettled=_unsettled(fields.fields("verdict").raw if result.get("verdict") else {}),
+        gap_ratio=_spread(fields, "p99_gap_ratio"),
     )
 
 
@@ -160,72 +210,60 @@ def _unsettled(verdict: Mapping[str, Any]) -> str:
     return f"{verdict.get('finding', '')}. What would settle it: {verdict.get('remedy', '')}."
 
 
-def _arrangement(raw: Any, where: str) -> Arrangement:
-    _require(isinstance(raw, Mapping), where, "not an object")
-    gpus, cores = _number(raw.get("gpus")), _number(raw.get("cores"))
-    measurements = [_measurement(one, f"{where}.rates[{i}]") for i, one in enumerate(_sequence(raw, "rates", where))]
+def _arrangement(fields: _Fields) -> Arrangement:
+    gpus, goodput = fields.number("gpus"), fields.fields("goodput")
+    # The goodput of several searches, or of a single search.
+    goodputs = [*map(_number, goodput.values("rates")), goodput.number("rate")]
+    known = [rate for rate in goodputs if rate is not None]
+    measurements = map(_measurement, fields.objects("rates"))
     return Arrangement(
-        name=str(raw.get("name", "")) or "unnamed",
-        engines=gpus or cores or None,
+        name=fields.text("name") or "unnamed",
+        engines=gpus or fields.number("cores") or None,
         unit="GPU" if gpus else "core",
-        measurements=sorted(measurements, key=lambda one: math.inf if one.rate is None else one.rate),
-        goodput=_goodput(_mapping(raw, "goodput", where), where),
+        measurements=sorted(measurements, key=lambda run: math.inf if run.rate is None else run.rate),
+        goodput=Spread.of(known) if known else None,
     )
 
 
-def _goodput(raw: Mapping[str, Any], where: str) -> Spread | None:
-    """The goodput of one search or of several."""
-    rates = [rate for one in _sequence(raw, "rates", f"{where}.goodput") if (rate := _number(one)) is not None]
-    if (rate := _number(raw.get("rate"))) is not None:
-        rates.append(rate)
-    return Spread.of(rates) if rates else None
-
-
-def _spread(result: Mapping[str, Any], name: str) -> Spread | None:
-    middle = _number(result.get(name))
+def _spread(fields: _Fields, name: str) -> Spread | None:
+    middle, spread = fields.number(name), fields.fields(f"{name}_spread")
     if middle is None:
         return None
-    spread = _mapping(result, f"{name}_spread")
-    low, high = _number(spread.get("p10")), _number(spread.get("p90"))
+    low, high = spread.number("p10"), spread.number("p90")
     return Spread(middle, middle if low is None else low, middle if high is None else high)
 
 
-def _measurement(raw: Any, where: str) -> Measurement:
-    _require(isinstance(raw, Mapping), where, "not an object")
-    summary = _mapping(raw, "summary", where)
-    figures = {str(key): number for key, value in summary.items() if (number := _number(value)) is not None}
-    columns = _mapping(raw, "outcomes", where)
-    latencies = _latencies(columns, f"{where}.outcomes") if columns else None
+def _measurement(fields: _Fields) -> Measurement:
+    summary, columns = fields.fields("summary"), fields.fields("outcomes")
+    figures = summary.numbers()
+    latencies = _latencies(columns) if columns.raw else None
     answered = round(figures.get("completed", 0) + figures.get("failed", 0))
+    parts, timeline = fields.fields("ttft_parts").raw, fields.fields("timeline")
     return Measurement(
-        rate=_number(raw.get("rate")),
+        rate=fields.number("rate"),
         summary=figures,
         offered=round(figures.get("offered", latencies.e2el_ms.size if latencies else answered)),
         failed=round(figures.get("failed", 0)),
-        errors=_errors(summary, columns, where),
-        ttft=Distribution.of(latencies.ttft_ms) if latencies else _distribution(raw, "ttft_histogram", where),
-        itl=_distribution(raw, "itl_histogram", where),
+        errors=_errors(summary.fields("errors"), columns),
+        ttft=Distribution.of(latencies.ttft_ms) if latencies else _distribution(fields.fields("ttft_histogram")),
+        itl=_distribution(fields.fields("itl_histogram")),
         latencies=latencies,
-        attainment_by_scale=_pairs(raw, "attainment_by_scale", where),
-        ttft_parts_ms={
-            str(part): max(0.0, _number(ms) or 0.0) for part, ms in _mapping(raw, "ttft_parts", where).items()
-        },
-        timeline={
-            str(node): _intervals(rows, f"{where}.timeline[{node!r}]")
-            for node, rows in _mapping(raw, "timeline", where).items()
-        },
-        is_common=raw.get("is_common") is True,
-        bottleneck=str(_mapping(raw, "generator", where).get("bottleneck") or ""),
+        attainment_by_scale=_pairs(fields.values("attainment_by_scale"), fields.path("attainment_by_scale")),
+        ttft_parts_ms={str(part): max(0.0, _number(ms) or 0.0) for part, ms in parts.items()},
+        timeline={str(node): _intervals(rows, f"{timeline.where}[{node!r}]") for node, rows in timeline.raw.items()},
+        is_common=fields.raw.get("is_common") is True,
+        bottleneck=fields.fields("generator").text("bottleneck"),
     )
 
 
-def _latencies(columns: Mapping[str, Any], where: str) -> Latencies:
+def _latencies(columns: _Fields) -> Latencies:
     planned, first, finished, lengths = (
-        _column(columns, name, where) for name in ("planned_s", "first_token_s", "finished_s", "output_length")
+        _column(columns, name) for name in ("planned_s", "first_token_s", "finished_s", "output_length")
     )
-    _require(planned.size == first.size == finished.size == lengths.size, where, "columns of different lengths")
-    errors = _sequence(columns, "error", where) or [None] * planned.size
-    _require(len(errors) == planned.size, f"{where}.error", "a column of another length")
+    is_even = planned.size == first.size == finished.size == lengths.size
+    _require(is_even, columns.where, "columns of different lengths")
+    errors = columns.values("error") or [None] * planned.size
+    _require(len(errors) == planned.size, columns.path("error"), "a column of another length")
     failed = np.array([error is not None for error in errors], dtype=bool)
     failed |= np.isnan(first)
     behind = lengths - 1
@@ -235,24 +273,22 @@ def _latencies(columns: Mapping[str, Any], where: str) -> Latencies:
     )
 
 
-def _errors(summary: Mapping[str, Any], columns: Mapping[str, Any], where: str) -> dict[str, int]:
-    counts = _mapping(summary, "errors", f"{where}.summary")
-    if counts:
-        return {str(error): round(_number(count) or 0) for error, count in counts.items()}
-    return dict(Counter(str(error) for error in _sequence(columns, "error") if error is not None))
+def _errors(counts: _Fields, columns: _Fields) -> dict[str, int]:
+    if counts.raw:
+        return {str(error): round(_number(count) or 0) for error, count in counts.raw.items()}
+    return dict(Counter(str(error) for error in columns.values("error") if error is not None))
 
 
-def _distribution(raw: Mapping[str, Any], name: str, where: str) -> Distribution:
-    histogram = _mapping(raw, name, where)
+def _distribution(histogram: _Fields) -> Distribution:
     try:
-        return of_histogram(_sequence(histogram, "edges_s"), _sequence(histogram, "counts"))
+        return of_histogram(histogram.values("edges_s"), histogram.values("counts"))
     except (ValueError, TypeError) as error:
-        raise InvalidRequest(f"{where}.{name}", str(error)) from None
+        raise InvalidRequest(histogram.where, str(error)) from None
 
 
 def _intervals(rows: Any, where: str) -> list[Interval]:
     _require(isinstance(rows, list), where, "not a list")
-    return sorted((_interval(row, where) for row in rows), key=lambda one: one.start_s)
+    return sorted((_interval(row, where) for row in rows), key=lambda interval: interval.start_s)
 
 
 def _interval(row: Any, where: str) -> Interval:
@@ -263,33 +299,23 @@ def _interval(row: Any, where: str) -> Interval:
     return Interval(start, end, str(row[2]), _number(row[3]) if len(row) > 3 else None)
 
 
-def _slo(result: Mapping[str, Any]) -> Slo:
+def _slo(fields: _Fields, arrangements: Sequence[_Fields]) -> Slo:
     """The result's SLO, or that of the first summary that has one; all summaries of a file have the same."""
-    if slo := _limits(_mapping(result, "slo")):
-        return slo
-    for arrangement in _sequence(result, "arrangements"):
-        for one in _sequence(arrangement, "rates"):
-            if slo := _limits(_mapping(_mapping(one, "summary"), "goodput_slo")):
-                return slo
+    summaries = (rate.fields("summary") for arrangement in arrangements for rate in arrangement.objects("rates"))
+    for limits in (fields.fields("slo"), *(summary.fields("goodput_slo") for summary in summaries)):
+        if slo := Slo(*map(limits.number, ("ttft_ms", "tpot_ms", "e2el_ms"))):
+            return slo
     return Slo()
 
 
-def _limits(raw: Mapping[str, Any]) -> Slo:
-    return Slo(*(_number(raw.get(name)) for name in ("ttft_ms", "tpot_ms", "e2el_ms")))
-
-
-def _model(result: Mapping[str, Any]) -> str:
-    named = [result.get("model_id"), result.get("model")]
+def _model(fields: _Fields) -> str:
+    named = [fields.raw.get("model_id"), fields.raw.get("model")]
     if not any(named):
-        named = [one.get("model") for one in _sequence(result, "models") if isinstance(one, Mapping)]
+        named = [model.get("model") for model in fields.values("models") if isinstance(model, Mapping)]
     return ", ".join(dict.fromkeys(name for name in named if name and isinstance(name, str)))
 
 
 _FACTS = ("machine", "versions", "workload", "command", "seed", "created")
-
-
-def _facts(result: Mapping[str, Any]) -> dict[str, str]:
-    return {name: text for name in _FACTS if (text := _words(result.get(name), name))}
 
 
 def _words(raw: Any, name: str) -> str:
@@ -297,47 +323,32 @@ def _words(raw: Any, name: str) -> str:
         return ""
     if isinstance(raw, Mapping):
         texts = {str(key): _words(value, str(key)) for key, value in raw.items()}
-        return ", ".join(f"{_label(key)} {text}" for key, text in texts.items() if text)
+        labels = {key: key.removesuffix("_bytes").replace("_", " ") for key in texts}
+        return ", ".join(f"{labels[key]} {text}" for key, text in texts.items() if text)
     if isinstance(raw, list | tuple):
-        return " ".join(_words(one, name) for one in raw)
+        return " ".join(_words(value, name) for value in raw)
     if name.endswith("_bytes") and (number := _number(raw)):
         return f"{number / 2**30:.1f} GiB"
     return str(raw)
 
 
-def _label(key: str) -> str:
-    return key.removesuffix("_bytes").replace("_", " ")
-
-
-def _pairs(raw: Mapping[str, Any], name: str, where: str) -> list[tuple[float, float]]:
+def _pairs(rows: Sequence[Any], where: str) -> list[tuple[float, float]]:
     pairs = []
-    for row in _sequence(raw, name, where):
-        numbers = [_number(one) for one in row] if isinstance(row, list) else []
+    for row in rows:
+        numbers = list(map(_number, row)) if isinstance(row, list) else []
         if len(numbers) != 2 or numbers[0] is None or numbers[1] is None:
-            raise InvalidRequest(f"{where}.{name}", f"{row!r} is not a pair of numbers")
+            raise InvalidRequest(where, f"{row!r} is not a pair of numbers")
         pairs.append((numbers[0], numbers[1]))
     return sorted(pairs)
 
 
-def _column(columns: Mapping[str, Any], name: str, where: str) -> Values:
+def _column(columns: _Fields, name: str) -> Values:
     try:
-        values = np.array(_sequence(columns, name, where), dtype=np.float64)
+        values = np.array(columns.values(name), dtype=np.float64)
     except (ValueError, TypeError):
-        raise InvalidRequest(f"{where}.{name}", "not a list of numbers") from None
-    _require(values.ndim == 1, f"{where}.{name}", "not a list of numbers")
+        raise InvalidRequest(columns.path(name), "not a list of numbers") from None
+    _require(values.ndim == 1, columns.path(name), "not a list of numbers")
     return np.where(np.abs(values) <= _LARGEST, values, np.nan)
-
-
-def _mapping(raw: Any, name: str, where: str = "") -> Mapping[str, Any]:
-    value = raw.get(name) if isinstance(raw, Mapping) else None
-    _require(value is None or isinstance(value, Mapping), f"{where}.{name}".lstrip("."), "not an object")
-    return value or {}
-
-
-def _sequence(raw: Any, name: str, where: str = "") -> Sequence[Any]:
-    value = raw.get(name) if isinstance(raw, Mapping) else None
-    _require(value is None or isinstance(value, list), f"{where}.{name}".lstrip("."), "not a list")
-    return value or []
 
 
 def _number(value: Any) -> float | None:

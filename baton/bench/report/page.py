@@ -47,7 +47,7 @@ def page(measured: MeasuredResult) -> str:
         plots.first_token_parts(measured),
         timelines(measured),
         plots.overview(measured),
-        *([_errors(measured)] if _has_errors(measured) else []),
+        *([_errors(measured)] if any(measurement.errors for _, measurement in measured.measurements) else []),
     ]
     shown = [section for section in sections if section.plots is not None or section.table is not None]
     left_out = [f"{section.title}: {section.missing}" for section in sections if section not in shown]
@@ -62,14 +62,14 @@ def page(measured: MeasuredResult) -> str:
 
 
 def _header(measured: MeasuredResult) -> Markup:
-    found = answer(measured)
+    answered = answer(measured)
     return tag(
         "header",
         tag("p", ": ".join(filter(None, (_KINDS.get(measured.kind, measured.kind), measured.subject))), class_="kind"),
-        tag("h1", found.headline),
-        tag("p", found.detail, class_="detail"),
+        tag("h1", answered.headline),
+        tag("p", answered.detail, class_="detail"),
         *(tag("p", notice, class_="notice", role="note") for notice in _notices(measured)),
-        class_="bad" if found.is_bad else None,
+        class_="bad" if answered.is_bad else None,
     )
 
 
@@ -78,29 +78,23 @@ def _notices(measured: MeasuredResult) -> list[str]:
     notices = []
     if measured.is_partial:
         notices.append("The run was interrupted: these are the results until then.")
-    measurements = [one for arrangement in measured.arrangements for one in arrangement.measurements]
-    failed, offered = sum(one.failed for one in measurements), sum(one.offered for one in measurements)
+    offered, failed = measured.num_offered, measured.num_failed
     if 0 < failed < offered:
         notices.append(
             f"{plural(failed, 'request')} of {offered:,} failed ({percent(failed / offered)}). They count as offered, "
             "so they lower goodput; times are of those that were answered."
         )
-    if empty := [one.name for one in measured.arrangements if not one.measurements]:
+    if empty := [arrangement.name for arrangement in measured.arrangements if not arrangement.measurements]:
         notices.append(f"Nothing was measured of {', '.join(empty)}.")
-    late = sorted({one.bottleneck for one in measurements} - {""})
+    late = sorted({measurement.bottleneck for _, measurement in measured.measurements} - {""})
     return [*notices, *(f"In some runs the load generator was late: {reason}" for reason in late), *measured.notes]
-
-
-def _has_errors(measured: MeasuredResult) -> bool:
-    return any(one.errors for arrangement in measured.arrangements for one in arrangement.measurements)
 
 
 def _errors(measured: MeasuredResult) -> Section:
     rows = [
-        [arrangement.name, rate_of(one), f"{count:,}", error]
-        for arrangement in measured.arrangements
-        for one in arrangement.measurements
-        for error, count in one.errors.items()
+        [arrangement.name, rate_of(measurement), f"{count:,}", error]
+        for arrangement, measurement in measured.measurements
+        for error, count in measurement.errors.items()
     ]
     columns = ["Arrangement", "Offered", "Requests", "Error"]
     figures = table(columns, rows, "Requests that failed, by error")
@@ -138,42 +132,45 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 def to_json(measured: MeasuredResult) -> dict[str, Any]:
     """The answer, the goodput of each arrangement, and every summary with vLLM's keys."""
-    found = answer(measured)
-    best = {one.arrangement.name: one for one in capacities(measured)}
+    answered = answer(measured)
+    best = {capacity.arrangement.name: capacity for capacity in capacities(measured)}
     return {
-        "answer": _plain(found.headline),
-        "detail": _plain(found.detail),
+        "answer": _plain(answered.headline),
+        "detail": _plain(answered.detail),
         "model": measured.model or None,
         "max_concurrency": measured.max_concurrency,
         "partial": measured.is_partial,
         "slo": measured.slo.to_json(),
         "attainment_target": measured.target,
         "goodput": {
-            one.name: best[one.name].goodput if one.name in best else 0.0 if measured.slo else None
-            for one in measured.arrangements
+            arrangement.name: best[arrangement.name].goodput
+            if arrangement.name in best
+            else 0.0
+            if measured.slo
+            else None
+            for arrangement in measured.arrangements
         },
         "measurements": [
             {
                 "arrangement": arrangement.name,
                 "engines": arrangement.engines,
-                "rate": one.rate,
-                **one.summary,
-                "offered": one.offered,
-                "failed": one.failed,
-                **{f"ttft_{part}_ms": took for part, took in one.ttft_parts_ms.items()},
-                "errors": dict(one.errors),
+                "rate": measurement.rate,
+                **measurement.summary,
+                "offered": measurement.offered,
+                "failed": measurement.failed,
+                **{f"ttft_{part}_ms": took for part, took in measurement.ttft_parts_ms.items()},
+                "errors": dict(measurement.errors),
             }
-            for arrangement in measured.arrangements
-            for one in arrangement.measurements
+            for arrangement, measurement in measured.measurements
         ],
     }
 
 
 def to_csv(measured: MeasuredResult) -> str:
     """One line for each arrangement and rate, with one column for each figure that any of them has."""
-    found = to_json(measured)
-    named = {"model": found["model"], "max_concurrency": found["max_concurrency"]}
-    rows = [row | named for row in found["measurements"]]
+    data = to_json(measured)
+    named = {"model": data["model"], "max_concurrency": data["max_concurrency"]}
+    rows = [row | named for row in data["measurements"]]
     for row in rows:
         del row["errors"]
     columns = list(dict.fromkeys(key for row in rows for key in row)) or ["arrangement", "engines", "rate", *named]

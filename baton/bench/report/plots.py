@@ -38,9 +38,8 @@ def overview(measured: MeasuredResult) -> Section:
     columns = ["Arrangement", "On", "Offered/s", "Good/s", "Meet SLO", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"]
     columns += ["Largest gap p99", "Tokens/s", "Requests", "Failed"]
     rows = [
-        [arrangement.name, _engines(arrangement), *_row(one)]
-        for arrangement in measured.arrangements
-        for one in arrangement.measurements
+        [arrangement.name, _engines(arrangement), *_row(measurement)]
+        for arrangement, measurement in measured.measurements
     ]
     reading = "Times count from a request's planned time. Good: requests per second that kept all limits."
     if not rows:
@@ -55,8 +54,10 @@ def goodput(measured: MeasuredResult) -> Section:
         f"Requests per second that kept {limits(measured.slo)}, over the offered rate. While a line is on or above the "
         f"dashed one, at least {percent(measured.target)} of the offered requests are served in time."
     )
-    found = [(arrangement, colour) for colour, arrangement in enumerate(measured.arrangements[:_MAX_SERIES])]
-    lines = [Line(one.name, colour, _goodput_points(one), has_dots=True) for one, colour in found]
+    coloured = [(arrangement, colour) for colour, arrangement in enumerate(measured.arrangements[:_MAX_SERIES])]
+    lines = [
+        Line(arrangement.name, colour, _goodput_points(arrangement), has_dots=True) for arrangement, colour in coloured
+    ]
     lines = [line for line in lines if line.points]
     if not measured.slo or not lines:
         missing = _NO_SLO if not measured.slo else "The load had no rate: requests were sent as fast as possible."
@@ -67,11 +68,11 @@ def goodput(measured: MeasuredResult) -> Section:
     mark = Mark(f"{percent(measured.target)} of the offered rate", slope=measured.target)
     chart = Chart("plot-goodput", "Good requests per second over offered ones", x, y, lines, marks=[mark])
     best = capacities(measured)
-    spreads = {one.arrangement.name: spread for one in best if (spread := _spread_text(one))}
-    rows = [_capacity_row(one, spreads) for one in best]
-    shown = {one.arrangement.name for one in best}
+    spreads = {capacity.arrangement.name: spread for capacity in best if (spread := _spread_text(capacity))}
+    rows = [_capacity_row(capacity, spreads) for capacity in best]
+    shown = {capacity.arrangement.name for capacity in best}
     none = ["none", *(["none"] if spreads else []), "0"]
-    rows += [[one.name, *none] for one in measured.arrangements if one.name not in shown]
+    rows += [[arrangement.name, *none] for arrangement in measured.arrangements if arrangement.name not in shown]
     columns = ["Arrangement", "Up to", *(["Repeated"] if spreads else []), f"Per {_unit(measured)}"]
     caption = "The highest rate within the SLO, requests/s"
     return Section(name, title, reading, draw(chart), table(columns, rows, caption))
@@ -87,15 +88,15 @@ def attainment(measured: MeasuredResult) -> Section:
     )
     if not measured.slo:
         return Section(name, title, reading, None, None, _NO_SLO)
-    by_scale = [(one, pairs) for one in chosen if (pairs := _attainment_by_scale(one.at, measured))]
+    by_scale = [(choice, pairs) for choice in chosen if (pairs := _attainment_by_scale(choice.at, measured))]
     lines = [
         Line(
-            one.arrangement.name,
-            one.colour,
+            choice.arrangement.name,
+            choice.colour,
             [Point(scale, share, f"{percent(share)} at {number(scale)} x") for scale, share in pairs],
             has_dots=True,
         )
-        for one, pairs in by_scale[:_MAX_SERIES]
+        for choice, pairs in by_scale[:_MAX_SERIES]
     ]
     if not lines:
         return Section(name, title, reading, None, None, "The result has no outcomes of single requests.")
@@ -106,8 +107,8 @@ def attainment(measured: MeasuredResult) -> Section:
     chart = Chart("plot-attainment", "Share of requests that keep a multiple of the SLO", x, y, lines, marks=marks)
     shown = [scale for scale in (0.5, 1.0, 2.0, 4.0) if scale <= highest]
     rows = [
-        [one.arrangement.name, *(percent(_at_scale(pairs, scale)) for scale in shown)]
-        for one, pairs in by_scale
+        [choice.arrangement.name, *(percent(_at_scale(pairs, scale)) for scale in shown)]
+        for choice, pairs in by_scale
         if pairs
     ]
     columns = ["Arrangement", *(f"{number(scale)} x" for scale in shown)]
@@ -121,7 +122,7 @@ def first_tokens(measured: MeasuredResult) -> Section:
         "ttft",
         "Time to first token",
         "Time from a request's planned time to its first token.",
-        lambda one: one.ttft,
+        lambda measurement: measurement.ttft,
         measured.slo.ttft_ms,
     )
 
@@ -133,7 +134,7 @@ def token_gaps(measured: MeasuredResult) -> Section:
         "itl",
         "Time between tokens",
         "Gaps between messages with tokens of a request. A reader notices the longest ones as stalls.",
-        lambda one: one.itl,
+        lambda measurement: measurement.itl,
         measured.slo.tpot_ms,
     )
 
@@ -143,23 +144,23 @@ def first_token_parts(measured: MeasuredResult) -> Section:
     title, name = "Time to first token by stage", "parts"
     chosen = compared(measured)
     reading = f"Mean milliseconds of each stage before the first token. {_rates_of(chosen)}"
-    split = [one for one in chosen if sum(one.at.ttft_parts_ms.values()) > 0]
+    split = [choice for choice in chosen if sum(choice.at.ttft_parts_ms.values()) > 0]
     if not split:
         return Section(name, title, reading, None, None, "The result has no durations of stages.")
-    parts = work_colours(part for one in split for part in one.at.ttft_parts_ms)
-    longest = max(sum(one.at.ttft_parts_ms.values()) for one in split)
-    bars = [_stacked(one, parts, longest) for one in split]
+    parts = work_colours(part for choice in split for part in choice.at.ttft_parts_ms)
+    longest = max(sum(choice.at.ttft_parts_ms.values()) for choice in split)
+    bars = [_stacked(choice, parts, longest) for choice in split]
     label = "Mean time to first token by stage: the table has the figures"
     plot = tag("div", *bars, class_="stacks", id="plot-parts", role="img", aria_label=label)
     rows = [
         [
             part,
-            *(milliseconds(one.at.ttft_parts_ms.get(part)) for one in split),
+            *(milliseconds(choice.at.ttft_parts_ms.get(part)) for choice in split),
         ]
         for part in parts
     ]
-    rows.append(["sum", *(milliseconds(sum(one.at.ttft_parts_ms.values())) for one in split)])
-    columns = ["Stage", *(one.arrangement.name for one in split)]
+    rows.append(["sum", *(milliseconds(sum(choice.at.ttft_parts_ms.values())) for choice in split)])
+    columns = ["Stage", *(choice.arrangement.name for choice in split)]
     return Section(name, title, reading, join(legend(parts), plot), table(columns, rows, "Mean time of each stage"))
 
 
@@ -173,25 +174,25 @@ def _distribution(
 ) -> Section:
     chosen = compared(measured)
     reading = f"{meaning} {_rates_of(chosen)}"
-    found = [(one, of(one.at)) for one in chosen]
-    found = [(one, distribution) for one, distribution in found if distribution.count]
-    if not found:
+    distributions = [(choice, of(choice.at)) for choice in chosen]
+    distributions = [(choice, distribution) for choice, distribution in distributions if distribution.count]
+    if not distributions:
         return Section(name, title, reading, None, None, "Nothing was measured: no request got that far.")
-    drawn = found[:_MAX_SERIES]
+    drawn = distributions[:_MAX_SERIES]
     x = _time_axis([distribution for _, distribution in drawn])
     marks = [Mark(f"SLO {limit_text(limit_ms)} ms", x=limit_ms)] if limit_ms and x.low <= limit_ms <= x.high else []
-    lines = [_cumulative(one, distribution) for one, distribution in drawn]
+    lines = [_cumulative(choice, distribution) for choice, distribution in drawn]
     y = linear("share that took at most this long", 1.0, percent)
     cdf = Chart(f"plot-{name}-cdf", f"{title}: cumulative distribution", x, y, lines, marks=marks)
     figure = join(draw(cdf), *_histograms(drawn, x, name, marks))
-    return Section(name, title, reading, figure, _quantiles(found, name, limit_ms))
+    return Section(name, title, reading, figure, _quantiles(distributions, name, limit_ms))
 
 
 def _histograms(
     drawn: Sequence[tuple[Compared, Distribution]], x: Axis, name: str, marks: Sequence[Mark]
 ) -> list[Markup]:
     """A low plot for each arrangement, one below the other, with the same axes."""
-    series = [_bars(one, distribution, x) for one, distribution in drawn]
+    series = [_bars(choice, distribution, x) for choice, distribution in drawn]
     highest = max(height for bars in series for _, _, height, _ in bars.bars)
     y = Axis("", 0.0, highest or 1.0, ())
     strips = [
@@ -213,34 +214,34 @@ def _histograms(
     return [title, *strips, tag("div", tag("div", *across(x), class_="lane-axis"), class_="frame")]
 
 
-def _cumulative(one: Compared, distribution: Distribution) -> Line:
+def _cumulative(choice: Compared, distribution: Distribution) -> Line:
     points = [
         Point(reached.at_ms, reached.share, f"{percent(reached.share)} within {milliseconds(reached.at_ms)}")
         for reached in distribution.cumulative()
     ]
-    return Line(one.arrangement.name, one.colour, points)
+    return Line(choice.arrangement.name, choice.colour, points)
 
 
-def _bars(one: Compared, distribution: Distribution, x: Axis) -> Bars:
-    name = one.arrangement.name
+def _bars(choice: Compared, distribution: Distribution, x: Axis) -> Bars:
+    name = choice.arrangement.name
     bars = []
     for bar in distribution.bars(x.low, x.high, _HISTOGRAM_BARS):
         tip = f"{name}: {percent(bar.share)} took {milliseconds(bar.low_ms)} to {milliseconds(bar.high_ms)}"
         bars.append((bar.low_ms, bar.high_ms, bar.share, tip))
-    return Bars(name, one.colour, bars)
+    return Bars(name, choice.colour, bars)
 
 
-def _quantiles(found: Sequence[tuple[Compared, Distribution]], name: str, limit_ms: float | None) -> Markup:
+def _quantiles(distributions: Sequence[tuple[Compared, Distribution]], name: str, limit_ms: float | None) -> Markup:
     columns = ["Arrangement", "mean", "p50", "p90", "p99"]
     columns += [f"≤ {limit_text(limit_ms)} ms"] if limit_ms else []
     rows = []
-    for one, distribution in found:
-        summary = one.at.summary
+    for choice, distribution in distributions:
+        summary = choice.at.summary
         median = summary.get(f"median_{name}_ms", distribution.quantile(0.5))
         last = summary.get(f"p99_{name}_ms", distribution.quantile(0.99))
         times = [summary.get(f"mean_{name}_ms"), median, distribution.quantile(0.9), last]
         kept = [percent(distribution.within(limit_ms))] if limit_ms else []
-        rows.append([one.arrangement.name, *map(milliseconds, times), *kept])
+        rows.append([choice.arrangement.name, *map(milliseconds, times), *kept])
     return table(columns, rows, "Requests that were answered")
 
 
@@ -251,47 +252,47 @@ def _time_axis(distributions: Sequence[Distribution]) -> Axis:
     return logarithmic("", low, high, milliseconds)
 
 
-def _stacked(one: Compared, parts: Mapping[str, str], longest: float) -> Markup:
-    total = sum(one.at.ttft_parts_ms.values())
+def _stacked(choice: Compared, parts: Mapping[str, str], longest: float) -> Markup:
+    total = sum(choice.at.ttft_parts_ms.values())
     pieces = []
     for part, colour in parts.items():
-        if took := one.at.ttft_parts_ms.get(part):
+        if took := choice.at.ttft_parts_ms.get(part):
             tip = f"{part}: {milliseconds(took)}, {percent(took / total)}"
             width = f"width:{took / longest * 100:.3f}%"
             pieces.append(tag("span", class_=colour, style=width, data_tip=tip))
-    name = tag("div", tag("b", one.arrangement.name), f" {milliseconds(total)}", class_="stack-name")
+    name = tag("div", tag("b", choice.arrangement.name), f" {milliseconds(total)}", class_="stack-name")
     return join(name, tag("div", *pieces, class_="stack"))
 
 
 def _goodput_points(arrangement: Arrangement) -> list[Point]:
     """A point for each rate: the median of repeated measurements."""
-    found: dict[float, list[Measurement]] = {}
-    for one in arrangement.measurements:
-        if one.rate is not None and "request_goodput" in one.summary:
-            found.setdefault(one.rate, []).append(one)
+    by_rate: dict[float, list[Measurement]] = {}
+    for measurement in arrangement.measurements:
+        if measurement.rate is not None and "request_goodput" in measurement.summary:
+            by_rate.setdefault(measurement.rate, []).append(measurement)
     points = []
-    for rate, runs in found.items():
-        good = median(one.summary["request_goodput"] for one in runs)
-        kept = median(one.attainment or 0.0 for one in runs)
+    for rate, runs in by_rate.items():
+        good = median(run.summary["request_goodput"] for run in runs)
+        kept = median(run.attainment or 0.0 for run in runs)
         points.append(Point(rate, good, f"{number(good)} of {number(rate)} requests/s, {percent(kept)}"))
     return points
 
 
-def _spread_text(one: Capacity) -> str:
+def _spread_text(capacity: Capacity) -> str:
     """The spread of repeated searches; empty if there was one search, or all found the same."""
-    found = one.arrangement.goodput
-    return f"{number(found.p10)} … {number(found.p90)}" if found and found.p10 < found.p90 else ""
+    spread = capacity.arrangement.goodput
+    return f"{number(spread.p10)} … {number(spread.p90)}" if spread and spread.p10 < spread.p90 else ""
 
 
-def _capacity_row(one: Capacity, spreads: Mapping[str, str]) -> list[str]:
+def _capacity_row(capacity: Capacity, spreads: Mapping[str, str]) -> list[str]:
     """`spreads`: if any arrangement has one, there is a column for it."""
-    goodput = f"≥ {number(one.goodput)}" if one.is_highest_tried else number(one.goodput)
-    spread = [spreads.get(one.arrangement.name, "none")] if spreads else []
-    return [one.arrangement.name, goodput, *spread, number(one.goodput_per_engine())]
+    goodput = f"≥ {number(capacity.goodput)}" if capacity.is_highest_tried else number(capacity.goodput)
+    spread = [spreads.get(capacity.arrangement.name, "none")] if spreads else []
+    return [capacity.arrangement.name, goodput, *spread, number(capacity.goodput_per_engine())]
 
 
 def _unit(measured: MeasuredResult) -> str:
-    units = {one.unit for one in measured.arrangements}
+    units = {arrangement.unit for arrangement in measured.arrangements}
     return units.pop() if len(units) == 1 else "engine"
 
 
@@ -302,20 +303,20 @@ def _attainment_by_scale(at: Measurement, measured: MeasuredResult) -> Sequence[
 
 
 def _at_scale(pairs: Sequence[tuple[float, float]], scale: float) -> float:
-    return float(np.interp(scale, [one for one, _ in pairs], [share for _, share in pairs]))
+    return float(np.interp(scale, [known_scale for known_scale, _ in pairs], [share for _, share in pairs]))
 
 
-def _row(one: Measurement) -> list[str]:
-    figures = one.summary
+def _row(measurement: Measurement) -> list[str]:
+    figures = measurement.summary
     times = ["median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "p99_largest_gap_ms"]
     return [
-        "unpaced" if one.rate is None else number(one.rate),
+        "unpaced" if measurement.rate is None else number(measurement.rate),
         number(figures.get("request_goodput")),
-        percent(one.attainment),
+        percent(measurement.attainment),
         *(milliseconds(figures.get(name)) for name in times),
         number(figures.get("output_throughput")),
-        f"{one.offered:,}",
-        f"{one.failed:,}",
+        f"{measurement.offered:,}",
+        f"{measurement.failed:,}",
     ]
 
 
@@ -324,9 +325,9 @@ def _engines(arrangement: Arrangement) -> str:
 
 
 def _rates_of(chosen: Sequence[Compared]) -> str:
-    rates = {one.at.rate for one in chosen}
+    rates = {choice.at.rate for choice in chosen}
     if not chosen:
         return ""
     if len(rates) == 1:
         return f"All at {rate_of(chosen[0].at)}." if len(chosen) > 1 else f"At {rate_of(chosen[0].at)}."
-    return "At " + ", ".join(f"{rate_of(one.at)} ({one.arrangement.name})" for one in chosen) + "."
+    return "At " + ", ".join(f"{rate_of(choice.at)} ({choice.arrangement.name})" for choice in chosen) + "."

@@ -54,7 +54,7 @@ def draw_steps(name: str, label: str, x: Axis, kinds: Mapping[str, str], rows: R
     """Draws each step; a lane with too many steps is drawn as shares."""
     lanes = {}
     for node, intervals in rows.items():
-        seen = [one for one in intervals if one.end_s >= x.low and one.start_s <= x.high]
+        seen = [interval for interval in intervals if interval.end_s >= x.low and interval.start_s <= x.high]
         lanes[node] = _steps(seen, x, kinds) if len(seen) <= _MAX_SHAPES else _shares(seen, x, kinds)
     return _lanes(name, label, x, lanes)
 
@@ -104,7 +104,9 @@ def _columns(shares: Values, below: Values, colour: str, part: tuple[float, floa
 
 def busy_shares(intervals: Sequence[Interval], kind: str, x: Axis) -> Values:
     """The share of each column's time that this kind of work took."""
-    spans = np.array([(one.start_s, one.end_s) for one in intervals if one.kind == kind]).reshape(-1, 2)
+    spans = np.array([(interval.start_s, interval.end_s) for interval in intervals if interval.kind == kind]).reshape(
+        -1, 2
+    )
     edges = np.linspace(x.low, x.high, _COLUMNS + 1)
     # Busy time before an edge: time since each interval's start, minus time since each interval's end.
     spent = _passed(edges, np.sort(spans[:, 0])) - _passed(edges, np.sort(spans[:, 1]))
@@ -119,12 +121,12 @@ def _passed(edges: Values, times: Values) -> Values:
 
 
 def _steps(intervals: Sequence[Interval], x: Axis, kinds: Mapping[str, str]) -> Markup:
-    return join(*(_step(one, x, kinds[one.kind]) for one in intervals))
+    return join(*(_step(interval, x, kinds[interval.kind]) for interval in intervals))
 
 
-def _step(one: Interval, x: Axis, colour: str) -> Markup:
-    left, right = x.at(one.start_s), x.at(one.end_s)
-    top, bottom = _TRANSFERS if is_transfer(one.kind) else _STEPS
+def _step(interval: Interval, x: Axis, colour: str) -> Markup:
+    left, right = x.at(interval.start_s), x.at(interval.end_s)
+    top, bottom = _TRANSFERS if is_transfer(interval.kind) else _STEPS
     return tag(
         "rect",
         x=left,
@@ -132,15 +134,15 @@ def _step(one: Interval, x: Axis, colour: str) -> Markup:
         y=top,
         height=bottom - top,
         class_=f"step {colour}",
-        data_tip=_tip(one),
+        data_tip=_tip(interval),
     )
 
 
-def _tip(one: Interval) -> str:
-    took = f"{one.kind}: {number((one.end_s - one.start_s) * 1e3)} ms at {one.start_s:.3f} s"
-    if one.size is None:
+def _tip(interval: Interval) -> str:
+    took = f"{interval.kind}: {number((interval.end_s - interval.start_s) * 1e3)} ms at {interval.start_s:.3f} s"
+    if interval.size is None:
         return took
-    size = f"{number(one.size / 1e6)} MB" if is_transfer(one.kind) else plural(round(one.size), "token")
+    size = f"{number(interval.size / 1e6)} MB" if is_transfer(interval.kind) else plural(round(interval.size), "token")
     return f"{took}, {size}"
 
 
@@ -156,46 +158,46 @@ def timelines(measured: MeasuredResult) -> Section:
         "The whole run: the share of time that each kind of work took; the rest was idle. Then an excerpt around the "
         "longest step with a prompt, step by step. Transfers of KV are in the narrow lane under a node's steps."
     )
-    chosen = [one for one in compared(measured) if any(one.at.timeline.values())]
+    chosen = [choice for choice in compared(measured) if any(choice.at.timeline.values())]
     if not chosen:
         return Section(name, title, reading, None, None, "The result has no timelines.", is_wide=True)
-    found = (interval.kind for one in chosen for rows in one.at.timeline.values() for interval in rows)
-    kinds = work_colours(in_order(found))
+    all_kinds = (interval.kind for choice in chosen for rows in choice.at.timeline.values() for interval in rows)
+    kinds = work_colours(in_order(all_kinds))
     count = max(2, _MAX_NODES // len(chosen))
-    shown = [_busiest(one.at.timeline, count) for one in chosen]
-    plots = [_arrangement(one, rows, kinds) for one, rows in zip(chosen, shown, strict=True)]
+    shown = [_busiest(choice.at.timeline, count) for choice in chosen]
+    plots = [_arrangement(choice, rows, kinds) for choice, rows in zip(chosen, shown, strict=True)]
     columns = ["Node", "Arrangement", *(f"{kind}, of the time" for kind in kinds), "Longest step with a prompt"]
-    rows = [row for one, rows in zip(chosen, shown, strict=True) for row in _table_rows(one, rows, kinds)]
+    rows = [row for choice, rows in zip(chosen, shown, strict=True) for row in _table_rows(choice, rows, kinds)]
     figures = table(columns, rows, "Shares of the run")
     return Section(name, title, reading, join(legend(kinds), *plots), figures, is_wide=True)
 
 
-def _arrangement(one: Compared, rows: Rows, kinds: Mapping[str, str]) -> Markup:
-    hidden = sum(map(bool, one.at.timeline.values())) - len(rows)
+def _arrangement(choice: Compared, rows: Rows, kinds: Mapping[str, str]) -> Markup:
+    hidden = sum(map(bool, choice.at.timeline.values())) - len(rows)
     selection = f", the busiest {len(rows)} of {plural(len(rows) + hidden, 'node')}" if hidden else ""
     begin, end = _span(rows)
     whole = exact("", begin, end, "s")
     excerpt = exact("", *_excerpt(rows), "s", count=5)
     return join(
-        tag("h3", f"{one.arrangement.name} at {rate_of(one.at)}{selection}"),
-        draw_shares(f"plot-timeline-{one.colour}", "the whole run", whole, kinds, rows),
+        tag("h3", f"{choice.arrangement.name} at {rate_of(choice.at)}{selection}"),
+        draw_shares(f"plot-timeline-{choice.colour}", "the whole run", whole, kinds, rows),
         draw_steps(
-            f"plot-moment-{one.colour}", "the excerpt around the longest step with a prompt", excerpt, kinds, rows
+            f"plot-moment-{choice.colour}", "the excerpt around the longest step with a prompt", excerpt, kinds, rows
         ),
     )
 
 
 def _span(rows: Rows) -> tuple[float, float]:
     """The time from the first start to the last end; never empty."""
-    begin = min(one.start_s for intervals in rows.values() for one in intervals)
-    end = max(one.end_s for intervals in rows.values() for one in intervals)
+    begin = min(interval.start_s for intervals in rows.values() for interval in intervals)
+    end = max(interval.end_s for intervals in rows.values() for interval in intervals)
     return begin, max(end, begin + 1e-6)
 
 
 def _excerpt(rows: Rows) -> tuple[float, float]:
     """Start and end of an excerpt with so few intervals that each can be seen."""
-    everything = [one for intervals in rows.values() for one in intervals]
-    longest = max(everything, key=lambda one: (has_prompt(one.kind), one.end_s - one.start_s))
+    everything = [interval for intervals in rows.values() for interval in intervals]
+    longest = max(everything, key=lambda interval: (has_prompt(interval.kind), interval.end_s - interval.start_s))
     begin, end = _span(rows)
     middle, half = (longest.start_s + longest.end_s) / 2, end - begin
     least = (longest.end_s - longest.start_s) * 0.75
@@ -205,18 +207,18 @@ def _excerpt(rows: Rows) -> tuple[float, float]:
 
 
 def _overlap(intervals: Sequence[Interval], middle: float, half: float) -> int:
-    return sum(one.end_s > middle - half and one.start_s < middle + half for one in intervals)
+    return sum(interval.end_s > middle - half and interval.start_s < middle + half for interval in intervals)
 
 
 def _busiest(timeline: Rows, count: int) -> Rows:
     """The nodes that worked most of the time, in the order of the result."""
     named = {node: intervals for node, intervals in timeline.items() if intervals}
-    ranked = sorted(named, key=lambda node: -sum(one.end_s - one.start_s for one in named[node]))
+    ranked = sorted(named, key=lambda node: -sum(interval.end_s - interval.start_s for interval in named[node]))
     kept = set(ranked[:count])
     return {node: intervals for node, intervals in named.items() if node in kept}
 
 
-def _table_rows(one: Compared, rows: Rows, kinds: Mapping[str, str]) -> list[list[str]]:
+def _table_rows(choice: Compared, rows: Rows, kinds: Mapping[str, str]) -> list[list[str]]:
     begin, end = _span(rows)
     written = []
     for node, intervals in rows.items():
@@ -226,5 +228,5 @@ def _table_rows(one: Compared, rows: Rows, kinds: Mapping[str, str]) -> list[lis
         steps = [interval.end_s - interval.start_s for interval in intervals if has_prompt(interval.kind)]
         longest = f"{number(max(steps) * 1e3)} ms" if steps else "none"
         shares = [percent(min(1.0, took / (end - begin))) for took in spent.values()]
-        written.append([node, one.arrangement.name, *shares, longest])
+        written.append([node, choice.arrangement.name, *shares, longest])
     return written

@@ -11,8 +11,8 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
     """Bytes that a new process could use without swapping."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", _text(meminfo), re.MULTILINE)
-    return int(found[1]) << 10 if found else 0
+    match = re.search(r"^MemAvailable:\s+(\d+) kB$", _text(meminfo), re.MULTILINE)
+    return int(match[1]) << 10 if match else 0
 
 
 def last_level_cache(cpu: Path = Path("/sys/devices/system/cpu/cpu0")) -> int:
@@ -23,8 +23,8 @@ def last_level_cache(cpu: Path = Path("/sys/devices/system/cpu/cpu0")) -> int:
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """The processor's name."""
-    found = re.search(r"^model name\s*:\s*(.+)$", _text(cpuinfo), re.MULTILINE)
-    return found[1].strip() if found else ""
+    match = re.search(r"^model name\s*:\s*(.+)$", _text(cpuinfo), re.MULTILINE)
+    return match[1].strip() if match else ""
 
 
 def usable_cores() -> int:

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,23 +51,54 @@ class Outcome:
     """Seconds after which to retry, as a refusal said; None for everything else."""
 
 
+_AS_THEY_ARE = (
+    *("index", "planned_s", "sent_s", "finished_s", "input_length", "output_length", "cached_tokens"),
+    *("queue_s", "prefill_s"),
+)
+"""Fields whose columns have their values unchanged."""
+_NOT_IN_FILES = ("queue_s", "prefill_s", "retry_after_s")
+
+N = TypeVar("N", np.int64, np.float64)
+
+
+class _Numbers(Generic[N]):
+    """A column of `Outcomes`: one field, kept as numbers of `typecode` and read as an array of `dtype`."""
+
+    def __init__(self, typecode: str, dtype: type[N]) -> None:
+        self.typecode = typecode
+        self._dtype: type[N] = dtype
+        self._name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, outcomes: Outcomes, owner: type) -> NDArray[N]:
+        return np.array(outcomes._columns[self._name], dtype=self._dtype)
+
+
 class Outcomes:
-    """Many outcomes as columns: about 90 bytes each, whatever their lengths."""
+    """Many outcomes as columns, in the order in which they were added: about 90 bytes each, whatever their lengths."""
+
+    index = _Numbers("q", np.int64)
+    planned_s = _Numbers("d", np.float64)
+    sent_s = _Numbers("d", np.float64)
+    first_token_s = _Numbers("d", np.float64)
+    """NaN where no token arrived."""
+    finished_s = _Numbers("d", np.float64)
+    input_length = _Numbers("q", np.int64)
+    output_length = _Numbers("q", np.int64)
+    largest_gap_s = _Numbers("f", np.float64)
+    cached_tokens = _Numbers("q", np.int64)
+    attempts = _Numbers("B", np.int64)
+    queue_s = _Numbers("f", np.float64)
+    prefill_s = _Numbers("f", np.float64)
+    retry_after_s = _Numbers("f", np.float64)
+    """NaN where the endpoint gave no time."""
 
     def __init__(self) -> None:
-        self._index = array("q")
-        self._planned = array("d")
-        self._sent = array("d")
-        self._first = array("d")
-        self._finished = array("d")
-        self._input = array("q")
-        self._output = array("q")
-        self._largest_gap = array("f")
-        self._cached = array("q")
-        self._attempts = array("B")
-        self._queue = array("f")
-        self._prefill = array("f")
-        self._retry_after = array("f")
+        self._columns: dict[str, array[Any]] = {
+            name: array(column.typecode) for name, column in vars(Outcomes).items() if isinstance(column, _Numbers)
+        }
         self._error = array("i")
         self._nodes = array("i")
         self._names: dict[str, int] = {"": 0}
@@ -77,26 +108,20 @@ class Outcomes:
         """How often each error occurred."""
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._error)
 
     def append(self, outcome: Outcome) -> None:
         """Adds one outcome."""
-        self._index.append(outcome.index)
-        self._planned.append(outcome.planned_s)
-        self._sent.append(outcome.sent_s)
-        self._first.append(float("nan") if outcome.first_token_s is None else outcome.first_token_s)
-        self._finished.append(outcome.finished_s)
-        self._input.append(outcome.input_length)
-        self._output.append(outcome.output_length)
-        self._cached.append(outcome.cached_tokens)
-        self._attempts.append(min(255, outcome.attempts))
-        self._queue.append(outcome.queue_s)
-        self._prefill.append(outcome.prefill_s)
-        self._retry_after.append(float("nan") if outcome.retry_after_s is None else outcome.retry_after_s)
+        columns = self._columns
+        for name in _AS_THEY_ARE:
+            columns[name].append(getattr(outcome, name))
+        columns["first_token_s"].append(float("nan") if outcome.first_token_s is None else outcome.first_token_s)
+        columns["largest_gap_s"].append(max(outcome.gaps, default=0.0))
+        columns["attempts"].append(min(255, outcome.attempts))
+        columns["retry_after_s"].append(float("nan") if outcome.retry_after_s is None else outcome.retry_after_s)
         self._error.append(0 if outcome.error is None else self._name(outcome.error or "failed"))
         self._nodes.append(self._name(outcome.prefill_node))
         self._nodes.append(self._name(outcome.decode_node))
-        self._largest_gap.append(max(outcome.gaps, default=0.0))
         if outcome.error is None:
             self.gaps.add(outcome.gaps)
         else:
@@ -105,80 +130,17 @@ class Outcomes:
 
     def extend(self, other: Outcomes) -> None:
         """Adds all outcomes of another."""
-        for mine, theirs in zip(self._plain(), other._plain(), strict=True):
-            mine.extend(theirs)
+        for name, column in self._columns.items():
+            column.extend(other._columns[name])
         number = {theirs: self._name(name) for name, theirs in other._names.items()}
-        self._error.extend(number[one] for one in other._error)
-        self._nodes.extend(number[one] for one in other._nodes)
+        self._error.extend(number[name] for name in other._error)
+        self._nodes.extend(number[name] for name in other._nodes)
         self.gaps.merge(other.gaps)
         for error, count in other.errors.items():
             self.errors[error] = self.errors.get(error, 0) + count
 
-    def _plain(self) -> tuple[array[Any], ...]:
-        return (
-            *(self._index, self._planned, self._sent, self._first, self._finished),
-            *(self._input, self._output, self._largest_gap, self._cached, self._attempts),
-            *(self._queue, self._prefill, self._retry_after),
-        )
-
     def _name(self, name: str) -> int:
         return self._names.setdefault(name, len(self._names))
-
-    # Columns, in the order in which outcomes were added.
-
-    @property
-    def index(self) -> NDArray[np.int64]:
-        return np.array(self._index, dtype=np.int64)
-
-    @property
-    def planned_s(self) -> Column:
-        return np.array(self._planned)
-
-    @property
-    def sent_s(self) -> Column:
-        return np.array(self._sent)
-
-    @property
-    def first_token_s(self) -> Column:
-        """NaN where no token arrived."""
-        return np.array(self._first)
-
-    @property
-    def finished_s(self) -> Column:
-        return np.array(self._finished)
-
-    @property
-    def input_length(self) -> NDArray[np.int64]:
-        return np.array(self._input, dtype=np.int64)
-
-    @property
-    def output_length(self) -> NDArray[np.int64]:
-        return np.array(self._output, dtype=np.int64)
-
-    @property
-    def cached_tokens(self) -> NDArray[np.int64]:
-        return np.array(self._cached, dtype=np.int64)
-
-    @property
-    def attempts(self) -> NDArray[np.int64]:
-        return np.array(self._attempts, dtype=np.int64)
-
-    @property
-    def largest_gap_s(self) -> Column:
-        return np.array(self._largest_gap, dtype=np.float64)
-
-    @property
-    def queue_s(self) -> Column:
-        return np.array(self._queue, dtype=np.float64)
-
-    @property
-    def prefill_s(self) -> Column:
-        return np.array(self._prefill, dtype=np.float64)
-
-    @property
-    def retry_after_s(self) -> Column:
-        """NaN where the endpoint gave no time."""
-        return np.array(self._retry_after, dtype=np.float64)
 
     @property
     def is_complete(self) -> NDArray[np.bool_]:
@@ -214,7 +176,7 @@ class Outcomes:
     def to_bytes(self) -> bytes:
         """Encodes all outcomes for `from_bytes` in another process, in numpy's format without pickle."""
         file = BytesIO()
-        columns: dict[str, Any] = {f"column{at}": np.array(column) for at, column in enumerate(self._plain())}
+        columns: dict[str, Any] = {name: np.array(column) for name, column in self._columns.items()}
         names = np.frombuffer(json.dumps([list(self._names), self.errors]).encode(), np.uint8)
         gaps = np.frombuffer(self.gaps.to_bytes(), np.uint8)
         errors, nodes = np.array(self._error), np.array(self._nodes)
@@ -226,8 +188,8 @@ class Outcomes:
         """Decodes what `to_bytes` returned; raises ValueError."""
         outcomes = Outcomes()
         with np.load(BytesIO(data), allow_pickle=False) as file:
-            for number, column in enumerate(outcomes._plain()):
-                _unpacked(column, file[f"column{number}"])
+            for name, column in outcomes._columns.items():
+                _unpacked(column, file[name])
             _unpacked(outcomes._error, file["error"])
             _unpacked(outcomes._nodes, file["nodes"])
             names, outcomes.errors = json.loads(file["names"].tobytes())
@@ -235,20 +197,11 @@ class Outcomes:
         outcomes._names = {name: number for number, name in enumerate(names)}
         return outcomes
 
-    def columns(self, origin_s: float) -> dict[str, list[Any]]:
-        """The columns of a result file, as JSON values; times count from `origin_s` and are rounded to microseconds."""
+    def columns(self) -> dict[str, list[Any]]:
+        """The columns of a result file, as JSON values; times are rounded to microseconds."""
         nodes = list(self.node_names())
         return {
-            "index": self.index.tolist(),
-            "planned_s": _rounded(self.planned_s - origin_s),
-            "sent_s": _rounded(self.sent_s - origin_s),
-            "first_token_s": _rounded(self.first_token_s - origin_s),
-            "finished_s": _rounded(self.finished_s - origin_s),
-            "input_length": self.input_length.tolist(),
-            "output_length": self.output_length.tolist(),
-            "largest_gap_s": _rounded(self.largest_gap_s),
-            "cached_tokens": self.cached_tokens.tolist(),
-            "attempts": self.attempts.tolist(),
+            **{name: _json_values(getattr(self, name)) for name in self._columns if name not in _NOT_IN_FILES},
             "error": list(self.error_texts()),
             "prefill_node": [prefill for prefill, _ in nodes],
             "decode_node": [decode for _, decode in nodes],
@@ -259,5 +212,8 @@ def _unpacked(mine: array[Any], values: NDArray[Any]) -> None:
     mine.frombytes(values.astype(mine.typecode).tobytes())
 
 
-def _rounded(column: Column) -> list[float | None]:
-    return [None if value != value else round(value, 6) for value in column.tolist()]
+def _json_values(column: NDArray[Any]) -> list[float | None]:
+    values: list[float | None] = column.tolist()
+    if column.dtype == np.int64:
+        return values
+    return [None if value is None or value != value else round(value, 6) for value in values]

@@ -46,7 +46,7 @@ def new_result(
         "command": ["baton", *without_secrets(sys.argv[1:])],
         "seed": seed,
         "workload": dict(workload),
-        "arrangements": [dict(one) for one in arrangements],
+        "arrangements": [dict(arrangement) for arrangement in arrangements],
     }
 
 
@@ -74,20 +74,21 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that matter."""
-    found = {"python": platform.python_version()}
+    named = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            named[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return named
 
 
 def without_outcomes(result: Result) -> Result:
     """The result for printing: columns with one value per request are left out."""
     arrangements = [
-        one | {"rates": [{key: value for key, value in rate.items() if key != "outcomes"} for rate in one["rates"]]}
-        for one in result["arrangements"]
+        arrangement
+        | {"rates": [{key: value for key, value in rate.items() if key != "outcomes"} for rate in arrangement["rates"]]}
+        for arrangement in result["arrangements"]
     ]
     return result | {"arrangements": arrangements}
 
@@ -120,6 +121,8 @@ def read_result(path: Path) -> Result:
     if result.get("kind") not in KINDS:
         raise InvalidRequest(str(path), f"kind is {result.get('kind')!r}, which is not one of {', '.join(KINDS)}")
     arrangements = result.get("arrangements")
-    if not isinstance(arrangements, list) or not all(isinstance(one, dict) and "rates" in one for one in arrangements):
+    if not isinstance(arrangements, list) or not all(
+        isinstance(arrangement, dict) and "rates" in arrangement for arrangement in arrangements
+    ):
         raise InvalidRequest(str(path), "the field arrangements is missing or is not a list of objects with rates")
     return result

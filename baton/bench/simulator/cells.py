@@ -134,7 +134,7 @@ def _run(requests: Iterable[WorkloadRequest], config: SimulationConfig, answers:
 
 
 def _figures(done: Simulated) -> dict[str, Any]:
-    values = {one.name: getattr(done, one.name) for one in fields(Simulated) if one.name != "outcomes"}
+    values = {field.name: getattr(done, field.name) for field in fields(Simulated) if field.name != "outcomes"}
     drafts = None if done.drafts is None else asdict(done.drafts)
     return values | {"parts": asdict(done.parts), "timeline": _entries(done.timeline), "drafts": drafts}
 

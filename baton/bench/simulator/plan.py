@@ -64,10 +64,10 @@ def _arrangement(
             rates[rate] = _rate(plan, config, rate, lambda ended: progress(f"{name} at {rate:g}/s", ended))
         return rates[rate]
 
-    found: Goodput | None = None
+    goodput: Goodput | None = None
     if plan.finds_goodput:
         start = config.arrangement.num_nodes * 1.0
-        found = find_goodput(lambda rate: float(run_at(rate)["summary"]["attainment"]), start, plan.attainment)
+        goodput = find_goodput(lambda rate: float(run_at(rate)["summary"]["attainment"]), start, plan.attainment)
     else:
         run_at(plan.workload.request_rate)
     values: dict[str, Any] = {
@@ -78,12 +78,12 @@ def _arrangement(
         "cores": None,
         "rates": [rates[rate] for rate in sorted(rates)],
     }
-    if found is not None:
+    if goodput is not None:
         values["goodput"] = {
-            "rate": found.rate,
-            "next_rate": found.next_rate,
-            "per_gpu": found.rate / config.num_ranks,
-            "attainment": found.attainment,
+            "rate": goodput.rate,
+            "next_rate": goodput.next_rate,
+            "per_gpu": goodput.rate / config.num_ranks,
+            "attainment": goodput.attainment,
             "target": plan.attainment,
         }
     return values
@@ -105,7 +105,7 @@ def _rate(
     summary = summarize(done.outcomes, done.duration_s, plan.slo, plan.percentiles)
     more = {"ttft_parts": done.parts.means_ms(), "simulator": _simulator(done, took_s, config.cells)}
     if plan.keeps_outcomes:
-        more["outcomes"] = done.outcomes.columns(0.0)
+        more["outcomes"] = done.outcomes.columns()
     if done.timeline is not None:
         more["timeline"] = timeline_rows(done)
     return measurement(None if rate == float("inf") else rate, done.outcomes, summary, more)
@@ -145,7 +145,7 @@ def _entry(entry: TimelineEntry) -> list[Any]:
 
 def _compared(arrangements: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Goodput per GPU, and the ratio of the best other arrangement to the colocated one."""
-    per_gpu = {one["name"]: one["goodput"]["per_gpu"] for one in arrangements}
+    per_gpu = {arrangement["name"]: arrangement["goodput"]["per_gpu"] for arrangement in arrangements}
     best = max((name for name in per_gpu if not name.startswith("colocated")), key=per_gpu.__getitem__, default=None)
     colocated = max((rate for name, rate in per_gpu.items() if name.startswith("colocated")), default=0.0)
     return {

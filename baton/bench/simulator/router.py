@@ -104,7 +104,7 @@ class SampledView(ClusterView):
     def candidates(self) -> Candidates:
         drawn = [self._rng.sample(names, min(self._choices, len(names))) for names in self._by_role.values()]
         nodes = [self._nodes[name] for names in drawn for name in names]
-        return Candidates((one for node in nodes if (one := node.candidate())), None, None)
+        return Candidates((candidate for node in nodes if (candidate := node.candidate())), None, None)
 
 
 class SimulatedClient(EventQueue):

@@ -61,14 +61,14 @@ class CountedDecodes(DecodeSet):
         full, over = self._calendar.get(tick), self._over.get(tick)
         if full is None and over is None:
             return ()
-        found = {r.request_id: r for r in full or () if self._due_at.get(r.request_id) == tick}
+        due = {r.request_id: r for r in full or () if self._due_at.get(r.request_id) == tick}
         if over:
-            found |= {request_id: self._members[request_id] for request_id in over}
-            if len(found) > 1:
-                found = {request_id: found[request_id] for request_id in self._members if request_id in found}
+            due |= {request_id: self._members[request_id] for request_id in over}
+            if len(due) > 1:
+                due = {request_id: due[request_id] for request_id in self._members if request_id in due}
         # A request that joined with this tick's step did not decode in it. The scheduler processes its part of the
         # step.
-        return [request for request in found.values() if self._bring_up(request, num_spared=1)]
+        return [request for request in due.values() if self._bring_up(request, num_spared=1)]
 
     def leave(self, request_id: str) -> bool:
         """Bring the request up to date and remove it. Returns whether it was a member."""
@@ -79,10 +79,10 @@ class CountedDecodes(DecodeSet):
 
     def pop_needing_block(self) -> list[Request]:
         """Take the members without a slot for the next tick, brought up to date."""
-        found = super().pop_needing_block()
-        for request in found:
+        needing = super().pop_needing_block()
+        for request in needing:
             self._bring_up(request)
-        return found
+        return needing
 
     def tick(self) -> DecodeGroup:
         """Let all members compute a token. The group only has their number."""

@@ -94,8 +94,8 @@ def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
     """The value at `x` of the piecewise linear function through the points, at least 0."""
     if len(points) == 1:
         return points[0][1]
-    place = min(max(bisect.bisect(points, (x,)), 1), len(points) - 1)
-    (x0, y0), (x1, y1) = points[place - 1], points[place]
+    position = min(max(bisect.bisect(points, (x,)), 1), len(points) - 1)
+    (x0, y0), (x1, y1) = points[position - 1], points[position]
     return max(0.0, y0 + (y1 - y0) * (x - x0) / (x1 - x0))
 
 
@@ -134,7 +134,7 @@ def _of_engine_report(values: dict[str, object]) -> TableTimes:
     context, prefill_ms = values["context_tokens"], values["prefill_ms"]
     if not isinstance(decode, list) or not isinstance(context, int) or not isinstance(prefill_ms, int | float):
         raise ValueError("decode, context_tokens or prefill_ms is not what `baton bench engine` writes")
-    points = _points([(one["batch"], one["step_ms"]) for one in decode])
+    points = _points([(step["batch"], step["step_ms"]) for step in decode])
     least = points[0][1]
     return TableTimes([(1.0, least), (float(context), max(least, prefill_ms / 1e3))], points, context)
 

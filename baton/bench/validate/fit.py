@@ -118,17 +118,17 @@ def _computed(steps: Sequence[NodeStep], until_s: Values) -> Values:
 
 def fit(step_costs: Iterable[StepCost]) -> Fitted:
     """Fits the formula; raises BatonError if there are no steps with prompts, or none with decodes alone."""
-    found = list(step_costs)
-    prefill = [one for one in found if one.prefill_tokens and not one.decodes]
-    decode = [one for one in found if one.decodes and not one.prefill_tokens]
+    known = list(step_costs)
+    prefill = [cost for cost in known if cost.prefill_tokens and not cost.decodes]
+    decode = [cost for cost in known if cost.decodes and not cost.prefill_tokens]
     if not prefill or not decode:
         raise BatonError(
             f"{len(prefill)} steps that computed prompts and {len(decode)} that decoded are too few to fit step times"
         )
     before_prompts_ms, before_decodes_ms = _median_between_ms(prefill), _median_between_ms(decode)
-    prompt_rows = [(1.0, one.prefill_tokens) for one in prefill]
+    prompt_rows = [(1.0, cost.prefill_tokens) for cost in prefill]
     prefill_ms, prefill_slowdown = _fit_with_contention(prompt_rows, prefill, before_prompts_ms)
-    decode_rows = [(1.0, one.context_tokens, one.decodes) for one in decode]
+    decode_rows = [(1.0, cost.context_tokens, cost.decodes) for cost in decode]
     decode_ms, decode_slowdown = _fit_with_contention(decode_rows, decode, before_decodes_ms)
     times = FormulaTimes(
         prefill_ms=prefill_ms[0],
@@ -142,7 +142,7 @@ def fit(step_costs: Iterable[StepCost]) -> Fitted:
 
 
 def _median_between_ms(steps: Sequence[StepCost]) -> float:
-    known = [one.between_ms for one in steps if one.between_ms is not None]
+    known = [step.between_ms for step in steps if step.between_ms is not None]
     return median(known) if known else 0.0
 
 
@@ -151,20 +151,20 @@ def _fit_with_contention(
 ) -> tuple[list[float], float]:
     """Returns the columns' coefficients, and the slowdown of a step while another node computes all the time."""
     matrix = np.array(rows, dtype=np.float64)
-    took = np.array([one.ms + (median_between_ms if one.between_ms is None else one.between_ms) for one in steps])
-    beside = np.array([one.beside for one in steps])
+    took = np.array([step.ms + (median_between_ms if step.between_ms is None else step.between_ms) for step in steps])
+    beside = np.array([step.beside for step in steps])
     best: tuple[float, Values, float] | None = None
     for slower in _SLOWDOWNS.tolist() if beside.any() else (0.0,):
         # While the other node computes, this one works at 1 / (1 + slower) of its speed.
         stretch = 1 / np.maximum(0.05, 1 - beside * slower / (1 + slower))
-        found = _least_squares(matrix * stretch[:, None], took)
-        predicted = (matrix @ found) * stretch
+        coefficients = _least_squares(matrix * stretch[:, None], took)
+        predicted = (matrix @ coefficients) * stretch
         error = float(((predicted - took) ** 2).sum())
         if best is None or error < best[0] * (1 - 1e-9):
             sums = float(predicted.sum())
-            best = error, found * (float(took.sum()) / sums if sums else 1.0), slower
+            best = error, coefficients * (float(took.sum()) / sums if sums else 1.0), slower
     assert best is not None
-    return [float(one) for one in best[1]], best[2]
+    return [float(coefficient) for coefficient in best[1]], best[2]
 
 
 def _least_squares(matrix: Values, wanted: Values) -> Values:
@@ -176,6 +176,6 @@ def _least_squares(matrix: Values, wanted: Values) -> Values:
         if part[lowest] >= 0 or len(kept) == 1:
             break
         del kept[lowest]
-    found = np.zeros(matrix.shape[1])
-    found[kept] = np.maximum(part, 0.0)
-    return found
+    coefficients = np.zeros(matrix.shape[1])
+    coefficients[kept] = np.maximum(part, 0.0)
+    return coefficients

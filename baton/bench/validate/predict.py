@@ -58,7 +58,7 @@ def share_of(num_accepted: float, length: int) -> float:
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        if sum(middle**place for place in range(1, length + 1)) < num_accepted:
+        if sum(middle**power for power in range(1, length + 1)) < num_accepted:
             low = middle
         else:
             high = middle
@@ -93,11 +93,11 @@ class Means:
     @staticmethod
     def of(*runs: Outcomes) -> Means:
         """The means over the requests of all runs; raises BatonError if none was answered."""
-        ttft_s = np.concatenate([one.ttft_s[one.is_complete] for one in runs])
+        ttft_s = np.concatenate([run.ttft_s[run.is_complete] for run in runs])
         if not len(ttft_s):
-            errors = [error for one in runs for error in one.errors]
+            errors = [error for run in runs for error in run.errors]
             raise BatonError(f"no request was answered: {next(iter(errors), 'none ended in time')}")
-        tpot_s = np.concatenate([one.tpot_s[_several(one)] for one in runs])
+        tpot_s = np.concatenate([run.tpot_s[_several(run)] for run in runs])
         return Means(float(ttft_s.mean()) * 1e3, float(tpot_s.mean()) * 1e3 if len(tpot_s) else 0.0)
 
 
@@ -121,11 +121,11 @@ class Segment:
 
     def costs(self) -> list[StepCost]:
         """The costs of all steps of all nodes."""
-        return costs_of({name: one.steps for name, one in self.live.timelines.items()})
+        return costs_of({name: timeline.steps for name, timeline in self.live.timelines.items()})
 
     def figures(self) -> list[StepFigures]:
         """The figures of all steps of all nodes."""
-        return [step.figures for one in self.live.timelines.values() for step in one.steps]
+        return [step.figures for timeline in self.live.timelines.values() for step in timeline.steps]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,9 @@ class Predictor:
         chosen = {rate: undisturbed(segments) for rate, segments in loads.items()}
         pairs = []
         for rate, segments in chosen.items():
-            others = undisturbed([one for other in loads if other != rate for one in loads[other]]) or self._singles
+            others = (
+                undisturbed([segment for other in loads if other != rate for segment in loads[other]]) or self._singles
+            )
             known = self._fitted([*self._singles, *others])
             overheads = Overheads(self._message_s(others, known), self._handoff_s(others))
             own = self._fitted(segments)
@@ -170,8 +172,8 @@ class Predictor:
                 LoadPair(
                     rate,
                     segments,
-                    [self._simulated(one, known, overheads, drafts) for one in segments],
-                    [self._simulated(one, own, overheads, own_drafts) for one in segments],
+                    [self._simulated(segment, known, overheads, drafts) for segment in segments],
+                    [self._simulated(segment, own, overheads, own_drafts) for segment in segments],
                     overheads,
                 )
             )
@@ -179,16 +181,18 @@ class Predictor:
 
     def fit_all(self, loads: Mapping[float, Sequence[Segment]]) -> Fitted:
         """Fits the step times to all loads together."""
-        return self._fitted([*self._singles, *(one for segments in loads.values() for one in undisturbed(segments))])
+        return self._fitted(
+            [*self._singles, *(segment for segments in loads.values() for segment in undisturbed(segments))]
+        )
 
     def _fitted(self, segments: Sequence[Segment]) -> Fitted:
-        return fit(cost for one in segments for cost in self._costs_of(one))
+        return fit(cost for segment in segments for cost in self._costs_of(segment))
 
     def _costs_of(self, segment: Segment) -> list[StepCost]:
-        found = self._costs.get(id(segment))
-        if found is None:
-            found = self._costs[id(segment)] = segment.costs()
-        return found
+        costs = self._costs.get(id(segment))
+        if costs is None:
+            costs = self._costs[id(segment)] = segment.costs()
+        return costs
 
     def _message_s(self, segments: Sequence[Segment], steps: Fitted) -> float:
         """The part of the mean time to first token that was neither waiting nor computing, in each direction.
@@ -196,8 +200,10 @@ class Predictor:
         The queueing time of requests that found an idle node was their way to the scheduler, and counts as message
         latency. The work before a step with prompts is part of simulated steps already, and does not count.
         """
-        rest_s = _known([one.outcomes.ttft_s - one.outcomes.queue_s - one.outcomes.prefill_s for one in segments])
-        waits_s = _known([one.outcomes.queue_s for one in segments])
+        rest_s = _known(
+            [segment.outcomes.ttft_s - segment.outcomes.queue_s - segment.outcomes.prefill_s for segment in segments]
+        )
+        waits_s = _known([segment.outcomes.queue_s for segment in segments])
         if not len(rest_s):
             return 0.0
         intake_s = np.percentile(waits_s, _IDLE_PERCENTILE)
@@ -205,23 +211,23 @@ class Predictor:
 
     def _handoff_s(self, segments: Sequence[Segment]) -> float:
         """The mean time that a request took beyond its simulated steps, from its first token on."""
-        found = [self._handoff_s_of(one) for one in segments]
-        count = sum(requests for _, requests in found)
-        return max(0.0, sum(seconds for seconds, _ in found) / count) if count else 0.0
+        surpluses = [self._handoff_s_of(segment) for segment in segments]
+        count = sum(requests for _, requests in surpluses)
+        return max(0.0, sum(seconds for seconds, _ in surpluses) / count) if count else 0.0
 
     def _handoff_s_of(self, segment: Segment) -> tuple[float, int]:
         """The sum of these times, and the number of requests; simulated with the segment's own steps."""
-        found = self._handoff_s_by_segment.get(id(segment))
-        if found is None:
+        surplus = self._handoff_s_by_segment.get(id(segment))
+        if surplus is None:
             steps, drafts = self._fitted([segment]), speculation_of([segment])
             bare = self._simulated(segment, steps, Overheads(0.0, 0.0), drafts).outcomes
             live = segment.outcomes
             several = _several(live)
             missing_s = (Means.of(live).tpot_ms - Means.of(bare).tpot_ms) / 1e3
             shares = 1 / (live.output_length[several] - 1)
-            found = (missing_s / float(shares.mean()) * len(shares), len(shares)) if len(shares) else (0.0, 0)
-            self._handoff_s_by_segment[id(segment)] = found
-        return found
+            surplus = (missing_s / float(shares.mean()) * len(shares), len(shares)) if len(shares) else (0.0, 0)
+            self._handoff_s_by_segment[id(segment)] = surplus
+        return surplus
 
     def _simulated(
         self, segment: Segment, steps: Fitted, overheads: Overheads, drafts: SimulatedSpeculation | None
@@ -243,12 +249,12 @@ class Predictor:
 
 def undisturbed(segments: Sequence[Segment]) -> list[Segment]:
     """The segments that other processes did not disturb; all of them if there is no such segment."""
-    return [one for one in segments if one.is_undisturbed] or list(segments)
+    return [segment for segment in segments if segment.is_undisturbed] or list(segments)
 
 
 def speculation_of(segments: Sequence[Segment]) -> SimulatedSpeculation | None:
     """The drafts of these segments; None: nodes drafted nothing."""
-    return observed_speculation(figures for one in segments for figures in one.figures())
+    return observed_speculation(figures for segment in segments for figures in segment.figures())
 
 
 def _several(outcomes: Outcomes) -> NDArray[np.bool_]:

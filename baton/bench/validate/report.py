@@ -30,23 +30,25 @@ def compared(pair: LoadPair) -> dict[str, Any]:
     processes used in any segment.
     """
     live, simulated, own = _means(pair)
-    each = [_means(replace(pair, **parts)) for parts in _parts(pair)]
+    means_by_segment = [_means(replace(pair, **parts)) for parts in _parts(pair)]
     values: dict[str, Any] = {
         "rate": pair.rate,
-        "requests": sum(len(one.outcomes) for one in pair.segments),
+        "requests": sum(len(segment.outcomes) for segment in pair.segments),
         "stretches": len(pair.segments),
-        "others": max(one.background_share for one in pair.segments),
+        "others": max(means.background_share for means in pair.segments),
         "overheads": asdict(pair.overheads),
     }
     for name in ("ttft_ms", "tpot_ms"):
-        measured, predicted, known = (getattr(one, name) for one in (live, simulated, own))
+        measured, predicted, known = (getattr(run, name) for run in (live, simulated, own))
         values[name] = {
             "live": measured,
             "simulated": predicted,
             "ratio": _ratio(predicted, measured),
             "own_steps": known,
             "own_steps_ratio": _ratio(known, measured),
-            "ratio_by_stretch": [_ratio(getattr(theirs, name), getattr(mine, name)) for mine, theirs, _ in each],
+            "ratio_by_stretch": [
+                _ratio(getattr(theirs, name), getattr(mine, name)) for mine, theirs, _ in means_by_segment
+            ],
         }
     return values
 
@@ -54,7 +56,7 @@ def compared(pair: LoadPair) -> dict[str, Any]:
 def _means(pair: LoadPair) -> tuple[Means, Means, Means]:
     """Means of live requests, of simulated ones, and of those simulated with the load's own steps."""
     live, simulated, own = (
-        Means.of(*(one.outcomes for one in runs)) for runs in (pair.segments, pair.simulated, pair.with_own_steps)
+        Means.of(*(run.outcomes for run in runs)) for runs in (pair.segments, pair.simulated, pair.with_own_steps)
     )
     return live, simulated, own
 
@@ -75,10 +77,12 @@ def validation_result(
 
     Live and simulated are two arrangements, so a report compares them.
     """
-    arrangements = [one for each in validated for one in _arrangements(each)]
+    arrangements = [arrangement for validation in validated for arrangement in _arrangements(validation)]
     workload = validated[0].config.workload.to_json() if validated else {}
     result = new_result("validate", workload, arrangements, seed, created)
-    failures = [f"{each.config.name} ended early: {each.failure}" for each in validated if each.failure]
+    failures = [
+        f"{validation.config.name} ended early: {validation.failure}" for validation in validated if validation.failure
+    ]
     failures += [f"nothing was measured of {name}: {error}" for name, error in (failed or {}).items()]
     return result | {
         "is_complete": not failures,
@@ -86,16 +90,16 @@ def validation_result(
         "within": WITHIN,
         "models": [
             {
-                "model": each.config.name,
-                "arrangement": str(each.config.arrangement),
-                "shapes": dict(each.shapes),
-                "single": asdict(each.single),
-                "step_times": asdict(each.steps.times),
-                "contention": asdict(each.steps.contention),
-                "drafts": None if each.drafts is None else asdict(each.drafts),
-                "loads": [compared(pair) for pair in each.pairs],
+                "model": validation.config.name,
+                "arrangement": str(validation.config.arrangement),
+                "shapes": dict(validation.shapes),
+                "single": asdict(validation.single),
+                "step_times": asdict(validation.steps.times),
+                "contention": asdict(validation.steps.contention),
+                "drafts": None if validation.drafts is None else asdict(validation.drafts),
+                "loads": [compared(pair) for pair in validation.pairs],
             }
-            for each in validated
+            for validation in validated
         ],
     }
 
@@ -145,9 +149,9 @@ def verdict(result: Result) -> list[str]:
                 f"{drafts['num_speculative_tokens']} tokens; of those behind right ones {drafts['share']:.0%} are right"
             )
     noisy = [
-        f"{one['model']} at {load['rate']:.2f}/s"
-        for one in result["models"]
-        for load in one["loads"]
+        f"{model['model']} at {load['rate']:.2f}/s"
+        for model in result["models"]
+        for load in model["loads"]
         if _is_noisy(load)
     ]
     if noisy:
@@ -163,19 +167,27 @@ def _is_noisy(load: Mapping[str, Any]) -> bool:
     return bool(load["others"] > MAX_BACKGROUND_SHARE)
 
 
-def _arrangements(each: Validated) -> list[dict[str, Any]]:
-    named = {"prefill": each.config.arrangement.prefill, "decode": each.config.arrangement.decode, "gpus": 0}
+def _arrangements(validation: Validated) -> list[dict[str, Any]]:
+    named = {
+        "prefill": validation.config.arrangement.prefill,
+        "decode": validation.config.arrangement.decode,
+        "gpus": 0,
+    }
     return [
-        {"name": f"{each.config.name} live", **named, "rates": [_live(pair) for pair in each.pairs]},
-        {"name": f"{each.config.name} simulated", **named, "rates": [_simulated(pair) for pair in each.pairs]},
+        {"name": f"{validation.config.name} live", **named, "rates": [_live(pair) for pair in validation.pairs]},
+        {
+            "name": f"{validation.config.name} simulated",
+            **named,
+            "rates": [_simulated(pair) for pair in validation.pairs],
+        },
     ]
 
 
 def _live(pair: LoadPair) -> dict[str, Any]:
     """All segments merged; plots over time are those of the first segment."""
-    runs = [one.live.run for one in pair.segments]
+    runs = [segment.live.run for segment in pair.segments]
     outcomes = _merged(run.outcomes for run in runs)
-    offered = sum(one.workload.num_prompts or 0 for one in pair.segments)
+    offered = sum(segment.workload.num_prompts or 0 for segment in pair.segments)
     summary = summarize(outcomes, sum(run.duration_s for run in runs), offered=offered)
     first = pair.segments[0].live
     more = {
@@ -187,17 +199,17 @@ def _live(pair: LoadPair) -> dict[str, Any]:
 
 
 def _simulated(pair: LoadPair) -> dict[str, Any]:
-    outcomes = _merged(one.outcomes for one in pair.simulated)
-    summary = summarize(outcomes, sum(one.duration_s for one in pair.simulated))
+    outcomes = _merged(run.outcomes for run in pair.simulated)
+    summary = summarize(outcomes, sum(run.duration_s for run in pair.simulated))
     parts = FirstTokenParts()
-    for one in pair.simulated:
-        parts.add(one.parts)
+    for run in pair.simulated:
+        parts.add(run.parts)
     more = {"ttft_parts": parts.means_ms(), "timeline": timeline_rows(pair.simulated[0])}
     return measurement(pair.rate, outcomes, summary, more)
 
 
 def _merged(runs: Iterable[Outcomes]) -> Outcomes:
     merged = Outcomes()
-    for one in runs:
-        merged.extend(one)
+    for run in runs:
+        merged.extend(run)
     return merged

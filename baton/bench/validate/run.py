@@ -200,8 +200,8 @@ class Validation:
         predictor = Predictor(config.arrangement, self._descriptions, self._singles)
         pairs = predictor.pairs(self._by_rate)
         shapes = {role: str(node.shape) for role, node in self._descriptions.items()}
-        alone = Means.of(*(one.outcomes for one in self._singles))
-        drafts = speculation_of([one for segments in self._by_rate.values() for one in segments])
+        alone = Means.of(*(segment.outcomes for segment in self._singles))
+        drafts = speculation_of([segment for segments in self._by_rate.values() for segment in segments])
         return Validated(config, alone, predictor.fit_all(self._by_rate), drafts, pairs, failure, shapes)
 
     def _measure_loads(self, capacity: float) -> None:
@@ -235,17 +235,18 @@ class Validation:
                 segments = self._by_rate[rate]
                 arrivals_s = (segments[-1].workload.num_prompts or 0) / rate
                 has_time = self._clock.monotonic() + arrivals_s + _OVERHEAD_S + self._tail_s() <= self._deadline_s
-                if has_time and sum(one.is_undisturbed for one in segments) < self._config.rounds:
+                if has_time and sum(segment.is_undisturbed for segment in segments) < self._config.rounds:
                     self._segment(rate, arrivals_s)
 
     def _arrivals_s(self, rate: float, turns: Sequence[Sequence[float]]) -> float:
         """Seconds of arrivals for the next segment. A low load gets more, since it has fewer requests per second."""
-        left = [one for turn in turns for one in turn]
+        left = [rate_left for turn in turns for rate_left in turn]
         singles_s = (len(turns) - 1) * (_SINGLE_REQUESTS * self._single_s() + _OVERHEAD_S)
         overhead_s = len(left) * (_OVERHEAD_S + self._tail_s())
         left_s = self._deadline_s - self._clock.monotonic() - singles_s - overhead_s
         return min(
-            self._config.run_s / self._config.rounds, left_s / math.sqrt(rate) / sum(1 / math.sqrt(one) for one in left)
+            self._config.run_s / self._config.rounds,
+            left_s / math.sqrt(rate) / sum(1 / math.sqrt(rate_left) for rate_left in left),
         )
 
     def _segment(self, rate: float, arrivals_s: float) -> None:
@@ -254,13 +255,17 @@ class Validation:
         if count < _MIN_PROMPTS:
             raise DeadlineExceeded(f"{config.name}: {arrivals_s:.0f} s are too short a run at {rate:.2f} requests/s")
         workload = replace(config.workload, request_rate=rate, num_prompts=count)
-        one = self._measured(workload, limit_s=2 * arrivals_s + 4 * self._tail_s())
-        self._by_rate.setdefault(rate, []).append(one)
-        means = Means.of(one.outcomes)
+        segment = self._measured(workload, limit_s=2 * arrivals_s + 4 * self._tail_s())
+        self._by_rate.setdefault(rate, []).append(segment)
+        means = Means.of(segment.outcomes)
         self._report(
-            f"{config.name} at {rate:.2f}/s: {len(one.outcomes)} of {count} requests, "
+            f"{config.name} at {rate:.2f}/s: {len(segment.outcomes)} of {count} requests, "
             f"mean TTFT {means.ttft_ms:.1f} ms, TPOT {means.tpot_ms:.2f} ms"
-            + ("" if one.is_undisturbed else f"; other processes used {one.background_share:.0%} of the machine")
+            + (
+                ""
+                if segment.is_undisturbed
+                else f"; other processes used {segment.background_share:.0%} of the machine"
+            )
         )
 
     def _single(self, num_warmups: int = 0) -> None:

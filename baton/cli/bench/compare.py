@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,6 +12,7 @@ from baton.bench.workloads.spec import PLAIN_BURSTINESS, WorkloadSpec
 from baton.cli.bench.flags import NOT_GIVEN, FlagsOf, Given, with_flags
 from baton.cli.bench.options import (
     CacheMemoryOption,
+    Destination,
     DtypeOption,
     ModelOption,
     MoreGoodputArgument,
@@ -22,16 +21,15 @@ from baton.cli.bench.options import (
     ShapeOption,
     check_files,
     chosen_model,
-    exit_interrupted,
-    printed_as_data,
-    write_files,
+    created_now,
+    print_lines,
 )
 from baton.cli.bench.serve import slo_of, usage_errors
 from baton.cli.output import Format, OutputOption, print_note, print_table, print_text
-from baton.errors import Cancelled
 
 if TYPE_CHECKING:
     from baton.bench.compare.run import Comparison
+    from baton.bench.results.result_file import Result
 
 _QUICK: Given = {
     "run_s": 30.0,  # at most: each run gets its share of the time
@@ -101,6 +99,7 @@ def compare(
     machine with a core for every node.
     """
     from baton.bench.arrangement import chosen
+    from baton.bench.compare.report import compare_result
     from baton.bench.compare.run import compare as run_comparison
 
     check_files(result_filename, report)
@@ -108,12 +107,12 @@ def compare(
     with usage_errors():
         arrangements = chosen(arrangement or (), nodes)
     if quick and not arrangement:
-        arrangements = [one for one in arrangements if not one.is_conditional]
+        arrangements = [choice for choice in arrangements if not choice.is_conditional]
     workload = WorkloadSpec(**lengths, seed=seed)
-    with chosen_model(model, shape) as found:
+    with chosen_model(model, shape) as served:
         config = CompareConfig(
             arrangements,
-            found,
+            served,
             dtype,
             workload,
             slo if slo else None,
@@ -122,41 +121,24 @@ def compare(
             max_num_batched_tokens=max_num_batched_tokens,
         )
         comparison = run_comparison(config, print_note)
-    _finish(config, comparison, found.name, result_filename, report, output)
+    result = compare_result(config, comparison, created_now()) | {"model": served.name}
+    destination = Destination(output, result_filename, report)
+    destination.show(result, lambda: _print(config, comparison, result))
+    destination.end_early(comparison.failure)
 
 
-def _finish(
-    config: CompareConfig, comparison: Comparison, model: str, path: Path | None, report: Path | None, output: Format
-) -> None:
-    from baton.bench.compare.report import compare_result, rows, verdict
-    from baton.bench.results.result_file import without_outcomes
+def _print(config: CompareConfig, comparison: Comparison, result: Result) -> None:
+    from baton.bench.compare.report import rows, verdict
 
-    result = compare_result(config, comparison, datetime.now(UTC).isoformat(timespec="seconds")) | {"model": model}
-    if not printed_as_data(without_outcomes(result), output):
-        spec = config.workload
-        slo = ", ".join(f"{name} {limit}" for name, limit in comparison.slo.texts().items())
-        print_text(
-            f"{model} on {result['machine']['processor']}, {result['machine']['usable_cores']} cores: prompts of "
-            f"{spec.random_input_len} and outputs of {spec.random_output_len} tokens; SLO {slo}, kept by "
-            f"{config.attainment:.0%}; {result['repeats']} of {config.repeats} searches, "
-            f"up to {config.run_s:g} s of arrivals a rate\n"
-        )
-        at = f"{result['common_rate']:.2f}/S" if result["common_rate"] else "-"
-        columns = [
-            "ARRANGEMENT",
-            "STEP TOKENS",
-            "GOODPUT/S",
-            "PER NODE",
-            f"P99 TTFT AT {at}",
-            "P99 TPOT",
-            "P99 LARGEST GAP MS",
-        ]
-        print_table(columns, rows(comparison))
-        print_text()
-        for line in verdict(result):
-            print_text(line)
-    write_files(result, path, report)
-    if isinstance(comparison.failure, Cancelled):
-        exit_interrupted(path, report)
-    if comparison.failure is not None:
-        raise comparison.failure
+    spec = config.workload
+    slo = ", ".join(f"{name} {limit}" for name, limit in comparison.slo.texts().items())
+    print_text(
+        f"{result['model']} on {result['machine']['processor']}, {result['machine']['usable_cores']} cores: prompts of "
+        f"{spec.random_input_len} and outputs of {spec.random_output_len} tokens; SLO {slo}, kept by "
+        f"{config.attainment:.0%}; {result['repeats']} of {config.repeats} searches, "
+        f"up to {config.run_s:g} s of arrivals a rate\n"
+    )
+    at = f"{result['common_rate']:.2f}/S" if result["common_rate"] else "-"
+    columns = ["ARRANGEMENT", "STEP TOKENS", "GOODPUT/S", "PER NODE", f"P99 TTFT AT {at}", "P99 TPOT"]
+    print_table([*columns, "P99 LARGEST GAP MS"], rows(comparison))
+    print_lines(verdict(result))

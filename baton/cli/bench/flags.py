@@ -39,14 +39,14 @@ class FlagsOf:
 
     def options(self) -> dict[str, tuple[Flag, inspect.Parameter]]:
         """The flag and the parameter of each field."""
-        known = {one.name: one for one in fields(self.kind)}
+        known = {declared.name: declared for declared in fields(self.kind)}
         # Only these: the types of other fields may be those of large packages, which are not imported for a help.
         annotations = SimpleNamespace(__annotations__={name: known[name].type for name in self.names.split()})
         types = get_type_hints(annotations, vars(sys.modules[self.kind.__module__]), include_extras=True)
         return {name: self._option(name, types[name], known[name].default) for name in self.names.split()}
 
     def _option(self, name: str, annotation: Any, default: Any) -> tuple[Flag, inspect.Parameter]:
-        flag = self.flags.get(name) or next(one for one in annotation.__metadata__ if isinstance(one, Flag))
+        flag = self.flags.get(name) or next(mark for mark in annotation.__metadata__ if isinstance(mark, Flag))
         kind = annotation.__origin__ if flag.kind is None else flag.kind
         default = self.defaults.get(name, inspect.Parameter.empty if default is MISSING else default)
         if kind is not bool and (self.are_optional or (flag.kind is not None and default in ("", None))):
@@ -79,7 +79,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(command).parameters.values():
         metadata = getattr(hints[parameter.name], "__metadata__", ())
-        group = next((one for one in metadata if isinstance(one, FlagsOf)), None)
+        group = next((mark for mark in metadata if isinstance(mark, FlagsOf)), None)
         if group is None:
             parameters.append(parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY))
             continue

@@ -143,11 +143,11 @@ def engine(
 
 def _print_figures(figures: Sequence[object], columns: Mapping[str, str]) -> None:
     """Prints a table; each column is a format of an attribute of the figures, such as `{.step_ms:.2f}`."""
-    print_table(list(columns), [[form.format(one) for form in columns.values()] for one in figures])
+    print_table(list(columns), [[form.format(figure) for form in columns.values()] for figure in figures])
 
 
 def _print_by_turns(figures: Sequence[Any], columns: Mapping[str, str], output: Format) -> None:
-    if not printed_as_data([asdict(one) for one in figures], output):
+    if not printed_as_data([asdict(figure) for figure in figures], output):
         _print_figures(figures, columns)
 
 
@@ -241,9 +241,9 @@ def handoff(
         report = run(HandoffBenchConfig(chosen, dtype, **given))
     values = asdict(report)
     if not printed_as_data(values, output):
-        for each in values.pop("mixed_reads"):
-            sizes = f"{each.pop('sender_block_size')} to {each.pop('reader_block_size')}"
-            values |= {f"{key}, {sizes}": value for key, value in each.items()}
+        for reads in values.pop("mixed_reads"):
+            sizes = f"{reads.pop('sender_block_size')} to {reads.pop('reader_block_size')}"
+            values |= {f"{key}, {sizes}": value for key, value in reads.items()}
         rows = [[key, f"{value:.3f}" if isinstance(value, float) else str(value)] for key, value in values.items()]
         print_table(["WHAT", "MEDIAN"], rows)
 

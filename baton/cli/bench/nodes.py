@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +14,7 @@ from baton.bench.flag import Flag
 from baton.bench.workloads.spec import PLAIN_BURSTINESS, WorkloadSpec
 from baton.cli.bench.flags import NOT_GIVEN, FlagsOf, Given, with_flags
 from baton.cli.bench.options import (
+    Destination,
     DtypeOption,
     GoodputOption,
     MaxConcurrencyOption,
@@ -26,11 +26,10 @@ from baton.cli.bench.options import (
     WorkloadSeedOption,
     check_files,
     chosen_model,
-    printed_as_data,
-    write_files,
+    created_now,
 )
 from baton.cli.bench.serve import count_requests, print_rows, raise_exit, show_progress, slo_of, usage_errors
-from baton.cli.output import Format, OutputOption, print_note, print_table, print_text
+from baton.cli.output import Format, OutputOption, print_table, print_text
 from baton.cli.target import RunDirOption, local_cluster
 from baton.errors import InvalidRequest, UsageError
 from baton.security.access import DEFAULT_CLUSTER, Access, default_access
@@ -104,7 +103,6 @@ def nodes(
     from baton.bench.load.run import LoadPlan
     from baton.bench.nodes.run import nodes_result, run_watched
     from baton.bench.nodes.timeline import peak_rows
-    from baton.bench.results.result_file import without_outcomes
 
     _check(start, shape, model, registry, run_dir)
     check_files(result_filename, report)
@@ -112,29 +110,30 @@ def nodes(
     with usage_errors():
         workload = WorkloadSpec(**arrivals, **lengths, seed=seed)
         total = count_requests(workload)
-    with _cluster(start, num_nodes, model, shape, dtype, run_dir, registry, cluster) as found:
+    with _cluster(start, num_nodes, model, shape, dtype, run_dir, registry, cluster) as live:
         access = default_access.get()
         ca = access.tls_ca
-        asked = Target("baton", found.grpc_address, is_tls=ca is not None, api_key=access.api_key, tls_ca=str(ca or ""))
+        asked = Target("baton", live.grpc_address, is_tls=ca is not None, api_key=access.api_key, tls_ca=str(ca or ""))
         target = probe(asked).target
         plan = LoadPlan(target, workload, processes, max_concurrency, num_warmups=num_warmups)
         with show_progress(total, output is Format.TEXT) as on_progress:
-            ran = run_watched(found, plan, on_progress)
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    result = nodes_result(plan, ran, slo, (99.0,), start or "running", created)
-    if not printed_as_data(without_outcomes(result), output):
+            ran = run_watched(live, plan, on_progress)
+    result = nodes_result(plan, ran, slo, (99.0,), start or "running", created_now())
+
+    def print_result() -> None:
         print_rows(rows(result, (99.0,)))
         print_text("\nThe maximum of each node during the run:")
         print_table(_COLUMNS, peak_rows(ran.samples))
-    for line in remarks(ran.run, result, slo):
-        print_note(line)
+
+    notes = remarks(ran.run, result, slo)
     if ran.impossible_spans:
-        print_note(
+        notes.append(
             f"{ran.impossible_spans} requests took longer in the cluster than their client waited: a duration was "
             "measured across the clocks of two hosts"
         )
-    write_files(result, result_filename, report)
-    raise_exit(ran.run, result, result_filename, report)
+    destination = Destination(output, result_filename, report)
+    destination.show(result, print_result, notes)
+    raise_exit(ran.run, result, destination)
 
 
 def _check(start: str, shape: str, model: Path | None, registry: str, run_dir: Path | None) -> None:
@@ -168,9 +167,9 @@ def _cluster(
             raise UsageError(f"--start: {error.reason}") from None
         with (
             chosen_model(model, shape) as chosen,
-            pinned_cluster(arrangement, chosen, dtype, "--model-name", chosen.name) as found,
+            pinned_cluster(arrangement, chosen, dtype, "--model-name", chosen.name) as live,
         ):
-            yield found
+            yield live
     elif registry:
         default_access.set(replace(default_access.get(), cluster=name))
         yield find_in_registry(registry, name)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from pydantic import ByteSize, TypeAdapter
 
-from baton.cli.output import Format, print_json, print_note, print_yaml
+from baton.cli.output import Format, print_json, print_note, print_text, print_yaml
 from baton.config import bundled_model_dir
 from baton.config.kinds import Dtype, checked_speculation
-from baton.errors import ConfigError, ExitCode, UsageError
+from baton.errors import BatonError, Cancelled, ConfigError, ExitCode, UsageError
 from baton.models.resolve import FoundModel, find_model
 
 
@@ -59,11 +61,11 @@ ModelOption = Annotated[
 
 def named_model(model: Path | None) -> FoundModel:
     """The directory and the name of the model, fetched and converted first if need be. Raises ConfigError."""
-    found = find_model(model or bundled_model_dir(), os.environ)
-    if not (found.directory / "config.json").is_file():
+    resolved = find_model(model or bundled_model_dir(), os.environ)
+    if not (resolved.directory / "config.json").is_file():
         # Said here once, and not by each cluster that is started for a part of the measurement.
-        raise ConfigError(f"model {found.directory} is no directory with a config.json; give --model another one")
-    return found
+        raise ConfigError(f"model {resolved.directory} is no directory with a config.json; give --model another one")
+    return resolved
 
 
 @contextmanager
@@ -97,7 +99,7 @@ def check_files(*files: Path | None) -> None:
         if file.is_dir():
             raise UsageError(f"{file} is a folder: name a file in it")
         # Folders that are missing are made.
-        folder = next(one for one in file.absolute().parents if one.exists())
+        folder = next(parent for parent in file.absolute().parents if parent.exists())
         if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
             raise UsageError(f"{file} can't be written: {folder} is not a folder that you may write to")
 
@@ -125,9 +127,48 @@ def write_files(result: Mapping[str, Any], result_file: Path | None, report: Pat
         print_note(f"report: {report}")
 
 
-def exit_interrupted(*files: Path | None) -> NoReturn:
-    """Ends a benchmark that Ctrl-C cut short, after its figures were printed and written to `files`."""
-    kept = " and ".join(str(file) for file in files if file is not None)
-    where = f"printed, and in {kept}" if kept else "printed, and in no file: --result-filename FILE writes one"
-    print_note(f"baton: interrupted: the figures until then are {where}")
-    raise typer.Exit(ExitCode.INTERRUPTED)
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where the result of a benchmark goes: to stdout as text or data, and to files."""
+
+    output: Format
+    result_file: Path | None
+    report: Path | None
+
+    def show(self, result: Mapping[str, Any], print_result: Callable[[], None], remarks: Iterable[str] = ()) -> None:
+        """Prints the result, as text by `print_result`, and remarks on it; writes the files. Raises OSError."""
+        from baton.bench.results.result_file import without_outcomes
+
+        if not printed_as_data(without_outcomes(dict(result)), self.output):
+            print_result()
+        for line in remarks:
+            print_note(line)
+        write_files(result, self.result_file, self.report)
+
+    def end_early(self, *failures: BatonError | None) -> None:
+        """Raises the first of what ended the benchmark early, if anything did, after its result was shown.
+
+        For Ctrl-C it says where the figures until then are.
+        """
+        for failure in failures:
+            if isinstance(failure, Cancelled):
+                kept = " and ".join(str(file) for file in (self.result_file, self.report) if file is not None)
+                where = (
+                    f"printed, and in {kept}" if kept else "printed, and in no file: --result-filename FILE writes one"
+                )
+                print_note(f"baton: interrupted: the figures until then are {where}")
+                raise typer.Exit(ExitCode.INTERRUPTED)
+            if failure is not None:
+                raise failure
+
+
+def created_now() -> str:
+    """The time at which a result is created, as its file has it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Prints sentences below a table."""
+    print_text()
+    for line in lines:
+        print_text(line)

@@ -87,9 +87,9 @@ def _print(report: OverloadReport) -> None:
 def _write(report: OverloadReport, folder: Path) -> None:
     import json
 
-    from baton.bench.report.overload import render_svg
+    from baton.bench.report.panels import draw_panels
     from baton.bench.results.result_file import write_text
 
     write_text(json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n", folder / "overload.json")
-    write_text(render_svg(report), folder / "overload.svg")
+    write_text(draw_panels(*report.panels()), folder / "overload.svg")
     print_note(f"written to {folder / 'overload.json'} and {folder / 'overload.svg'}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -16,6 +16,7 @@ import typer
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.cli.bench.flags import NOT_GIVEN, FlagsOf, Given, with_flags
 from baton.cli.bench.options import (
+    Destination,
     GoodputOption,
     MaxConcurrencyOption,
     MoreGoodputArgument,
@@ -23,13 +24,11 @@ from baton.cli.bench.options import (
     ReportOption,
     WorkloadSeedOption,
     check_files,
-    exit_interrupted,
-    printed_as_data,
-    write_files,
+    created_now,
 )
 from baton.cli.output import Format, OutputOption, print_note, print_text
 from baton.cli.target import RunDirOption, local_cluster
-from baton.errors import BatonError, ExitCode, InvalidRequest, UsageError
+from baton.errors import BatonError, Cancelled, ExitCode, InvalidRequest, UsageError
 from baton.models.resolve import find_model
 from baton.security.access import default_access
 
@@ -117,6 +116,7 @@ def serve(
     Ctrl-C ends the run early; the results until then are kept.
     """
     from baton.bench.load.endpoint import Target
+    from baton.bench.load.report import remarks, rows, serve_result
     from baton.bench.load.run import LoadPlan, run_load
 
     is_kept = bool(save_result or save_detailed or result_filename)
@@ -152,36 +152,16 @@ def serve(
     with show_progress(total, output is Format.TEXT and not disable_tqdm) as on_progress:
         run = run_load(plan, on_progress)
     path = result_path(result_dir, result_filename, plan, datetime.now(UTC)) if is_kept else None
-    _finish(plan, run, slo, percentiles, label, output, path, report)
+    destination = Destination(output, path, report)
+    result = serve_result(plan, run, slo, percentiles, label, created_now())
+    destination.show(result, lambda: print_rows(rows(result, percentiles)), remarks(run, result, slo))
+    raise_exit(run, result, destination)
 
 
-def _finish(
-    plan: LoadPlan,
-    run: LoadRun,
-    slo: Slo,
-    percentiles: Sequence[float],
-    label: str,
-    output: Format,
-    path: Path | None,
-    report: Path | None,
-) -> None:
-    from baton.bench.load.report import remarks, rows, serve_result
-    from baton.bench.results.result_file import without_outcomes
-
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    result = serve_result(plan, run, slo, percentiles, label, created)
-    if not printed_as_data(without_outcomes(result), output):
-        print_rows(rows(result, percentiles))
-    for line in remarks(run, result, slo):
-        print_note(line)
-    write_files(result, path, report)
-    raise_exit(run, result, path, report)
-
-
-def raise_exit(run: LoadRun, result: dict[str, Any], *files: Path | None) -> None:
-    """Exits with an error if the run was interrupted, lost its endpoint, or had no answer. `files`: those written."""
+def raise_exit(run: LoadRun, result: Mapping[str, Any], destination: Destination) -> None:
+    """Exits with an error if the run was interrupted, lost its endpoint, or had no answer."""
     if run.was_interrupted:
-        exit_interrupted(*files)
+        destination.end_early(Cancelled("interrupted"))
     if run.is_unreachable:
         raise typer.Exit(ExitCode.UNREACHABLE)
     if not result["completed"]:
@@ -224,10 +204,10 @@ def _locate_endpoint(
             raise UsageError(f"--base-url has the path {url.path!r}; give the path with --endpoint")
         is_tls = url.scheme == "https"
         try:
-            found = f"{url.hostname or '127.0.0.1'}:{url.port or (443 if is_tls else 80)}"
+            host_and_port = f"{url.hostname or '127.0.0.1'}:{url.port or (443 if is_tls else 80)}"
         except ValueError as error:
             raise UsageError(f"--base-url: {error}") from None
-        return found, endpoint or default_path, is_tls
+        return host_and_port, endpoint or default_path, is_tls
     if host or port:
         default_port = 50051 if backend is Backend.BATON else 8000
         is_tls = default_access.get().tls_ca is not None
@@ -292,10 +272,10 @@ def _percentiles(text: str) -> list[float]:
         raise InvalidRequest("--metric-percentiles", f"{text!r} is not a list of numbers from 0 to 100")
 
     try:
-        found = [float(word) for word in text.split(",")]
+        percentiles = [float(word) for word in text.split(",")]
     except ValueError:
         broken()
-    return found if all(0 <= one <= 100 for one in found) else broken()
+    return percentiles if all(0 <= percentile <= 100 for percentile in percentiles) else broken()
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -16,19 +15,19 @@ from baton.bench.workloads.spec import WorkloadSpec
 from baton.cli.bench.flags import NOT_GIVEN, FlagsOf, Given, with_flags
 from baton.cli.bench.options import (
     CacheMemoryOption,
+    Destination,
     DtypeOption,
     ReportOption,
     ResultFileOption,
     check_files,
     chosen_model,
-    exit_interrupted,
+    created_now,
     named_model,
-    printed_as_data,
+    print_lines,
     speculation_callback,
-    write_files,
 )
 from baton.cli.bench.serve import usage_errors
-from baton.cli.output import Format, OutputOption, print_note, print_table, print_text
+from baton.cli.output import Format, OutputOption, print_note, print_table
 from baton.errors import BatonError, Cancelled, InvalidRequest
 from baton.messages.node import NodeShape
 from baton.models.resolve import FoundModel
@@ -98,7 +97,6 @@ def validate(
     """
     from baton.bench.arrangement import Arrangement
     from baton.bench.experiment import Experiment
-    from baton.bench.results.result_file import without_outcomes
     from baton.bench.validate.report import COLUMNS, rows, validation_result, verdict
     from baton.bench.validate.run import Validated
     from baton.bench.validate.run import validate as run_validation
@@ -131,38 +129,33 @@ def validate(
     names, clock = model or [BUNDLED, *_SHAPES], SystemClock()
     end_s = clock.monotonic() + budget_s
     validated: list[Validated] = []
-    failures: list[BatonError] = []
     failed: dict[str, BatonError] = {}
     for number, name in enumerate(names):
         now_s = clock.monotonic()
         try:
-            with _model(name) as found:
+            with _model(name) as chosen:
                 config = ValidateConfig(
-                    name, found, dtype, workload, nodes, loads, **runs, up_flags=flags, threads_per_node=threads
+                    name, chosen, dtype, workload, nodes, loads, **runs, up_flags=flags, threads_per_node=threads
                 )
                 deadline_s = now_s + (end_s - now_s) / (len(names) - number)
-                one = run_validation(config, Experiment(print_note, clock, deadline_s))
+                validation = run_validation(config, Experiment(print_note, clock, deadline_s))
         except BatonError as error:
             failed[name] = error
             if isinstance(error, Cancelled):
                 break
             continue
-        validated.append(one)
-        if one.failure is not None:
-            failures.append(one.failure)
-        if isinstance(one.failure, Cancelled):
+        validated.append(validation)
+        if isinstance(validation.failure, Cancelled):
             break
-    result = validation_result(validated, seed, datetime.now(UTC).isoformat(timespec="seconds"), failed)
-    if not printed_as_data(without_outcomes(result), output):
+    result = validation_result(validated, seed, created_now(), failed)
+
+    def print_result() -> None:
         print_table(COLUMNS, rows(result))
-        print_text()
-        for line in verdict(result):
-            print_text(line)
-    write_files(result, result_filename, report)
-    for failure in (*failures, *failed.values()):
-        if isinstance(failure, Cancelled):
-            exit_interrupted(result_filename, report)
-        raise failure
+        print_lines(verdict(result))
+
+    destination = Destination(output, result_filename, report)
+    destination.show(result, print_result)
+    destination.end_early(*(validation.failure for validation in validated), *failed.values())
 
 
 @contextmanager

@@ -33,10 +33,10 @@ _READ_BYTES = 1 << 20
 
 def older_parts(log: Path) -> Sequence[Path]:
     """The older parts of a log, the newest first."""
-    found: list[Path] = []
-    while (part := _part(log, len(found) + 1)).exists():
-        found.append(part)
-    return found
+    parts: list[Path] = []
+    while (part := _part(log, len(parts) + 1)).exists():
+        parts.append(part)
+    return parts
 
 
 class LogRotation:
@@ -132,10 +132,10 @@ def parse_line(text: str, process: str, before: float) -> LogLine:
     """Parse a line of a process. `before` is the time of the line before it."""
     if text.startswith("{"):
         try:
-            found = json.loads(text)
-            at = datetime.fromisoformat(found["timestamp"]).timestamp()
-            rest = {key: value for key, value in found.items() if key not in _COMMON_KEYS}
-            return LogLine(at, process, str(found.get("level", "")), str(found["event"]), rest)
+            fields = json.loads(text)
+            at = datetime.fromisoformat(fields["timestamp"]).timestamp()
+            rest = {key: value for key, value in fields.items() if key not in _COMMON_KEYS}
+            return LogLine(at, process, str(fields.get("level", "")), str(fields["event"]), rest)
         except (ValueError, KeyError, TypeError):
             # A line that is cut off, or one that another program wrote as JSON.
             return LogLine(before, process, "", text)

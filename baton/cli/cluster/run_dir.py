@@ -87,12 +87,12 @@ class RunDir:
         return True
 
     def _check(self) -> None:
-        found = self.path.lstat()
-        if not stat.S_ISDIR(found.st_mode):
+        status = self.path.lstat()
+        if not stat.S_ISDIR(status.st_mode):
             raise ConfigError(f"run directory {self.path} is not a directory: name another with --run-dir")
-        if found.st_uid != os.getuid():
-            raise ConfigError(f"run directory {self.path} belongs to user {found.st_uid}: name another with --run-dir")
-        if found.st_mode & 0o022:
+        if status.st_uid != os.getuid():
+            raise ConfigError(f"run directory {self.path} belongs to user {status.st_uid}: name another with --run-dir")
+        if status.st_mode & 0o022:
             raise ConfigError(f"run directory {self.path} can be written by others: chmod 700 {self.path}")
 
     def lock(self) -> None:

@@ -58,14 +58,14 @@ class ClusterState:
     @property
     def grpc_addresses(self) -> tuple[str, ...]:
         """The gRPC addresses of all routers that have announced one, `grpc_address` at least."""
-        found = tuple(p.address for p in self.processes if p.role == "router" and p.address)
-        return found or tuple(filter(None, [self.grpc_address]))
+        addresses = tuple(p.address for p in self.processes if p.role == "router" and p.address)
+        return addresses or tuple(filter(None, [self.grpc_address]))
 
     @property
     def operator_addresses(self) -> tuple[str, ...]:
         """The operator addresses of all routers that have announced one, `operator_address` at least."""
-        found = tuple(p.operator_address for p in self.processes if p.role == "router" and p.operator_address)
-        return found or tuple(filter(None, [self.operator_address]))
+        addresses = tuple(p.operator_address for p in self.processes if p.role == "router" and p.operator_address)
+        return addresses or tuple(filter(None, [self.operator_address]))
 
     @property
     def http_addresses(self) -> tuple[str, ...]:
@@ -85,10 +85,10 @@ class ClusterState:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> ClusterState:
+    def from_json(cls, values: Mapping[str, Any]) -> ClusterState:
         """The inverse of `to_json`. Raises TypeError, KeyError or ValueError for anything else."""
-        processes = tuple(ProcessState(**process) for process in found["processes"])
-        return cls(**{**found, "processes": processes})
+        processes = tuple(ProcessState(**process) for process in values["processes"])
+        return cls(**{**values, "processes": processes})
 
 
 def start_time(pid: int) -> int:

@@ -84,8 +84,8 @@ def uncordon(
 
 
 def _print_result(nodes: list[str], output: Format, *, is_cordoned: bool, warning: str) -> None:
-    found = {"nodes": nodes, "cordoned": is_cordoned, "warning": warning}
-    print_result(output, found, [f"{name} {'cordoned' if is_cordoned else 'uncordoned'}" for name in nodes])
+    result = {"nodes": nodes, "cordoned": is_cordoned, "warning": warning}
+    print_result(output, result, [f"{name} {'cordoned' if is_cordoned else 'uncordoned'}" for name in nodes])
     if output is Format.TEXT:
         print_warning(warning)
 
@@ -118,9 +118,9 @@ def drain(
             left = f", but {remaining_work(last)} are left, because reads of them do not end"
             suffix = left if last.quarantined_blocks else ""
             print_text(f"{name} {'stopped' if last.stopped else 'drained'} after {fine_duration(seconds)}{suffix}")
-    found: dict[str, Any] = {"nodes": done}
+    document: dict[str, Any] = {"nodes": done}
     if output is not Format.TEXT:
-        print_document(output, found)
+        print_document(output, document)
 
 
 def _drain(
@@ -170,10 +170,10 @@ def remaining_work(progress: DrainProgress) -> str:
         "leased_blocks": "leased blocks",
         "quarantined_blocks": "quarantined blocks",
     }
-    found = [f"{count} {words[key]}" for key, count in asdict(progress).items() if key in words and count]
-    if not found and progress.in_flight:
-        found = [f"{progress.in_flight} requests on their way"]
-    return ", ".join(found) or "nothing left" + (
+    parts = [f"{count} {words[key]}" for key, count in asdict(progress).items() if key in words and count]
+    if not parts and progress.in_flight:
+        parts = [f"{progress.in_flight} requests on their way"]
+    return ", ".join(parts) or "nothing left" + (
         "" if progress.idle else ", but other routers may not know of the cordon yet"
     )
 
@@ -198,7 +198,7 @@ def set_role(
     incarnation = ""
     if wait:
         incarnation = _wait_for_role(node, role, address, run_dir, deadline).incarnation
-    found = {
+    result = {
         "node": node,
         "role": role,
         "changed": not asked.unchanged,
@@ -209,7 +209,7 @@ def set_role(
     }
     spent = fine_duration(deadline.elapsed_s)
     summary = _summary(node, role, spent, is_changed=not asked.unchanged, is_ready=wait)
-    print_result(output, found, [summary])
+    print_result(output, result, [summary])
     if output is Format.TEXT:
         print_warning(asked.warning)
 
@@ -259,10 +259,12 @@ def _wait_for_role(node: str, role: str, address: str | None, run_dir: Path | No
     try:
         while True:
             try:
-                found = [each for each in view_cluster(address, run_dir, ANSWER_TIMEOUT_S).nodes if each.name == node]
+                statuses = [
+                    status for status in view_cluster(address, run_dir, ANSWER_TIMEOUT_S).nodes if status.name == node
+                ]
             except BatonError as error:
-                found, progress = [], str(error)
-            for status in found:
+                statuses, progress = [], str(error)
+            for status in statuses:
                 if status.role == role and status.status in ("Ready", "Cordoned", "Incompatible"):
                     return status
                 wishes.check(status, deadline.elapsed_s)
@@ -297,8 +299,8 @@ def reset(
             forgotten[node] = ask_any_router(address, run_dir, partial(_reset, node, timeout))
         except CacheInUse as error:
             refused[node] = str(error)
-    found = {"forgotten_blocks": forgotten, "refused": refused}
-    print_result(output, found, [f"{node} has forgotten {count} blocks" for node, count in forgotten.items()])
+    result = {"forgotten_blocks": forgotten, "refused": refused}
+    print_result(output, result, [f"{node} has forgotten {count} blocks" for node, count in forgotten.items()])
     if output is Format.TEXT:
         for why in refused.values():
             print_note(f"baton: {why}")
@@ -370,13 +372,13 @@ def wait(
     wanted, properties, deadline = parse_condition(condition), parse_selector(selector), Deadline(timeout)
     line = ProgressLine()
     try:
-        found = _wait(wanted, nodes or [], properties, address, run_dir, deadline, line)
+        statuses = _wait(wanted, nodes or [], properties, address, run_dir, deadline, line)
     finally:
         line.clear()
-    rows = [{"name": node.name, "role": node.role, "status": node.status} for node in found]
+    rows = [{"name": node.name, "role": node.role, "status": node.status} for node in statuses]
     result = {"condition": condition, "nodes": rows, "seconds": round(deadline.elapsed_s, 3)}
     print_result(
-        output, result, [f"{node.name} {condition} after {fine_duration(deadline.elapsed_s)}" for node in found]
+        output, result, [f"{node.name} {condition} after {fine_duration(deadline.elapsed_s)}" for node in statuses]
     )
 
 

@@ -264,10 +264,10 @@ def _endpoints(urls: Sequence[str] | None, run_dir: Path | None) -> Sequence[End
         return [Endpoint.parse(url) for url in urls]
     cluster = local_cluster(run_dir, "--url")
     scheme = "http" if default_access.get().tls_ca is None else "https"
-    found = [Endpoint.parse(f"{scheme}://{address}") for address in cluster.state.http_addresses]
-    if not found:
+    endpoints = [Endpoint.parse(f"{scheme}://{address}") for address in cluster.state.http_addresses]
+    if not endpoints:
         raise cluster.no_router_ready()
-    return found
+    return endpoints
 
 
 def _message(role: str, content: str) -> Mapping[str, str]:

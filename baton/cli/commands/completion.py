@@ -84,17 +84,17 @@ def completions_of(command: Any, path: Sequence[str] = ()) -> Iterator[tuple[str
     below: Mapping[str, Any] = getattr(command, "commands", {})
     options: dict[str, Sequence[str]] = {"--help": ()}
     arguments: list[str] = []
-    for each in command.params:
-        choices = _choices(each)
-        if each.param_type_name == "argument":
+    for parameter in command.params:
+        choices = _choices(parameter)
+        if parameter.param_type_name == "argument":
             arguments += choices
-        elif not each.hidden:
-            flags = [flag for flag in (*each.opts, *each.secondary_opts) if flag.startswith("--")]
+        elif not parameter.hidden:
+            flags = [flag for flag in (*parameter.opts, *parameter.secondary_opts) if flag.startswith("--")]
             options |= dict.fromkeys(flags, choices)
-    texts = {name: each.get_short_help_str(200) for name, each in below.items()}
+    texts = {name: subcommand.get_short_help_str(200) for name, subcommand in below.items()}
     yield " ".join(path), Completions(texts, options, arguments)
-    for name, each in below.items():
-        yield from completions_of(each, (*path, name))
+    for name, subcommand in below.items():
+        yield from completions_of(subcommand, (*path, name))
 
 
 def _choices(parameter: Any) -> Sequence[str]:
@@ -113,7 +113,7 @@ def _bash(tree: Mapping[str, Completions], *, is_zsh: bool) -> str:
         '  local current=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD-1]} path="" word',
         '  for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do',
         '    case "${path:+$path }$word" in',
-        f"      {'|'.join(_quoted(each) for each in tree if each)}) path=${{path:+$path }}$word ;;",
+        f"      {'|'.join(_quoted(entry) for entry in tree if entry)}) path=${{path:+$path }}$word ;;",
         "    esac",
         "  done",
         '  case "$path:$previous" in',
@@ -158,8 +158,8 @@ def _fish(tree: Mapping[str, Completions]) -> str:
     return "\n".join(lines)
 
 
-def _fish_names(place: str) -> str:
-    words = NAMES[place].replace("--no-headers", "-o name")
+def _fish_names(condition: str) -> str:
+    words = NAMES[condition].replace("--no-headers", "-o name")
     return f"(baton {words} 2>/dev/null)"
 
 
@@ -169,10 +169,10 @@ def _fish_word(text: str) -> str:
 
 def version(output: OutputOption = Format.TEXT) -> None:
     """Print the version."""
-    found = {"version": baton.__version__, "python": platform.python_version(), "platform": platform.platform()}
+    versions = {"version": baton.__version__, "python": platform.python_version(), "platform": platform.platform()}
     if output is Format.JSON:
-        print_json(found)
+        print_json(versions)
     elif output is Format.YAML:
-        print_yaml(found)
+        print_yaml(versions)
     else:
-        print_text(f"baton {baton.__version__} (Python {found['python']}, {found['platform']})")
+        print_text(f"baton {baton.__version__} (Python {versions['python']}, {versions['platform']})")

@@ -62,10 +62,10 @@ def node(
 
 def find_node(nodes: Sequence[NodeStatus], name: str) -> NodeStatus:
     """The node with this name: of several incarnations one that is not lost, or the latest. Raises NodeNotFound."""
-    found = [node for node in nodes if node.name == name]
-    if not found:
+    namesakes = [node for node in nodes if node.name == name]
+    if not namesakes:
         raise NodeNotFound(f"no node is called {name}{did_you_mean(name, {node.name for node in nodes})}")
-    return min(found, key=lambda node: (node.status == "Lost", node.age_s))
+    return min(namesakes, key=lambda node: (node.status == "Lost", node.age_s))
 
 
 def request(

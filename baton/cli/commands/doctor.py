@@ -49,13 +49,13 @@ def doctor(
     from baton.cli.views.doctor_facts import gather_facts
     from baton.models.resolve import find_model
 
-    found = find_model(model or bundled_model_dir(), os.environ)
-    findings = run_checks(gather_facts(found, dtype, registry, run_dir, NodeShape(tp, pp)))
+    resolved = find_model(model or bundled_model_dir(), os.environ)
+    findings = run_checks(gather_facts(resolved, dtype, registry, run_dir, NodeShape(tp, pp)))
     level = worst_level(findings)
     if output is Format.TEXT:
         _print(findings, level)
     else:
-        print_document(output, {"status": level.name, "checks": [_plain(one) for one in findings]})
+        print_document(output, {"status": level.name, "checks": [_plain(finding) for finding in findings]})
     raise typer.Exit(int(level))
 
 
@@ -64,12 +64,12 @@ def _plain(finding: Finding) -> dict[str, str]:
 
 
 def _print(findings: list[Finding], level: Level) -> None:
-    wide = max(len(one.check) for one in findings)
-    for one in findings:
-        print_text(f"{one.level.name:<8}  {one.check:<{wide}}  {one.message}")
-        if one.fix:
-            print_text(f"{'':<8}  {'':<{wide}}  fix: {one.fix}")
-    count = sum(one.level is not Level.OK for one in findings)
+    wide = max(len(finding.check) for finding in findings)
+    for finding in findings:
+        print_text(f"{finding.level.name:<8}  {finding.check:<{wide}}  {finding.message}")
+        if finding.fix:
+            print_text(f"{'':<8}  {'':<{wide}}  fix: {finding.fix}")
+    count = sum(finding.level is not Level.OK for finding in findings)
     print_text(
         f"\n{level.name}: "
         + (f"{count} of {len(findings)} checks found something to fix" if count else "nothing to fix")
@@ -97,16 +97,16 @@ def view_config(
     A flag has precedence over the environment, the environment over the file, and the file over the default.
     """
     environ = os.environ
-    found = view(MODELS[process], environ, config_file(config, environ))
-    values = {key: _plain_setting(value) for key, (value, _) in found.items()}
+    settings = view(MODELS[process], environ, config_file(config, environ))
+    values = {key: _plain_setting(value) for key, (value, _) in settings.items()}
     if values.get("registry"):
         values["registry"] = without_password(str(values["registry"]))
     if output is not Format.TEXT:
-        origins = {key: where for key, (_, where) in found.items()}
+        origins = {key: where for key, (_, where) in settings.items()}
         printed = {key: {"value": value, "origin": origins[key]} for key, value in values.items()} if origin else values
         (print_json if output is Format.JSON else print_yaml)(printed)
         return
-    rows = [[key, _shown(values[key]), *([where] if origin else [])] for key, (_, where) in found.items()]
+    rows = [[key, _shown(values[key]), *([where] if origin else [])] for key, (_, where) in settings.items()]
     print_table(["KEY", "VALUE", *(["ORIGIN"] if origin else [])], rows)
 
 

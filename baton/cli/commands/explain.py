@@ -118,8 +118,8 @@ def trace(
     A router remembers the last few thousand requests that have ended. `relay` is time between two processes, which
     neither of them measured.
     """
-    found = ask_about_request(address, run_dir, lambda router: router.timeline(request, timeout))
-    print_result(output, to_json(found), waterfall(found, shutil.get_terminal_size().columns))
+    timeline = ask_about_request(address, run_dir, lambda router: router.timeline(request, timeout))
+    print_result(output, to_json(timeline), waterfall(timeline, shutil.get_terminal_size().columns))
 
 
 def to_json(timeline: Timeline) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def waterfall(timeline: Timeline, columns: int) -> Sequence[str]:
             is_before_first_token = False
         bar = _bar(start, stage.duration_ns, timeline.total_ns, width)
         rows.append((stage.name, stage.where, _ms(start), _ms(stage.duration_ns), bar))
-    widths = [max(len(row[place]) for row in rows) for place in range(4)]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for name, where, begins, lasts, bar in rows:
         line = f"{name:{widths[0]}}   {where:{widths[1]}}   {begins:>{widths[2]}}   {lasts:>{widths[3]}}   {bar}"
         lines.append(line.rstrip())

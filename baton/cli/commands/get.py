@@ -100,13 +100,13 @@ def leases(
     if watching:
         watch(fetch, columns, output, headers=not no_headers, retries=address is not None)
     reports, problems = _ask(address, run_dir, wanted, timeout)
-    found = [(report, handoff) for report in reports for handoff in oldest_first(report)]
+    handoffs = [(report, handoff) for report in reports for handoff in oldest_first(report)]
     print_list(
         output,
-        (lease_json(report, handoff) for report, handoff in found),
-        (f"{report.node.node_id}/{handoff.attempt}" for report, handoff in found),
+        (lease_json(report, handoff) for report, handoff in handoffs),
+        (f"{report.node.node_id}/{handoff.attempt}" for report, handoff in handoffs),
         columns,
-        (lease_row(report, handoff, wide=wide) for report, handoff in found),
+        (lease_row(report, handoff, wide=wide) for report, handoff in handoffs),
         headers=not no_headers,
     )
     for problem in problems:
@@ -138,12 +138,12 @@ class EndTracker:
 
         Those of a node that did not answer count as open until it answers.
         """
-        found = {_key(report, handoff): (report, handoff) for report in reports for handoff in oldest_first(report)}
+        now_open = {_key(report, handoff): (report, handoff) for report in reports for handoff in oldest_first(report)}
         answered = {report.node.incarnation for report in reports}
-        gone = {key: known for key, known in self._open.items() if key not in found}
+        gone = {key: known for key, known in self._open.items() if key not in now_open}
         ended = {key: known for key, known in gone.items() if known[0].node.incarnation in answered}
-        self._open = {key: known for key, known in gone.items() if key not in ended} | found
-        return [*found.values(), *((report, replace(handoff, state=OVER)) for report, handoff in ended.values())]
+        self._open = {key: known for key, known in gone.items() if key not in ended} | now_open
+        return [*now_open.values(), *((report, replace(handoff, state=OVER)) for report, handoff in ended.values())]
 
 
 def _key(report: NodeReport, handoff: OpenHandoff) -> str:
@@ -192,9 +192,9 @@ def nodes(
     if watching:
         watch(fetch, columns, output, headers=not no_headers, retries=address is not None)
     view = view_cluster(address, run_dir, timeout)
-    found = sorted_nodes(select(view.nodes, wanted), sort_by)
-    documents, rows = (asdict(node) for node in found), (_row(node, wide) for node in found)
-    print_list(output, documents, (node.name for node in found), columns, rows, headers=not no_headers)
+    listed = sorted_nodes(select(view.nodes, wanted), sort_by)
+    documents, rows = (asdict(node) for node in listed), (_row(node, wide) for node in listed)
+    print_list(output, documents, (node.name for node in listed), columns, rows, headers=not no_headers)
     if view.health == "unavailable":
         print_note(f"baton: {view.detail}")
 
@@ -287,19 +287,21 @@ def requests(
     columns = _REQUEST_COLUMNS + (_WIDE_REQUEST_COLUMNS if wide else [])
 
     def fetch(known: Collection[str]) -> list[WatchedItem]:
-        found, _ = requests_of_all_routers(address, run_dir, limit, timeout)
-        rows = sorted(found, key=_request_sort_key(sort_by))
+        listed, _ = requests_of_all_routers(address, run_dir, limit, timeout)
+        rows = sorted(listed, key=_request_sort_key(sort_by))
         every = [watched_request(row, wide=wide) for row in rows]
         return [
-            each
-            for each, row in zip(every, rows, strict=True)
-            if not running or row.state not in ENDED_STATES or each.key in known
+            item
+            for item, row in zip(every, rows, strict=True)
+            if not running or row.state not in ENDED_STATES or item.key in known
         ]
 
     if watching:
         watch(fetch, columns, output, headers=not no_headers, retries=address is not None)
-    found, problems = requests_of_all_routers(address, run_dir, limit, timeout)
-    rows = sorted((row for row in found if not (running and row.state in ENDED_STATES)), key=_request_sort_key(sort_by))
+    listed, problems = requests_of_all_routers(address, run_dir, limit, timeout)
+    rows = sorted(
+        (row for row in listed if not (running and row.state in ENDED_STATES)), key=_request_sort_key(sort_by)
+    )
     documents, cells = (asdict(row) for row in rows), (_request_cells(row, wide) for row in rows)
     print_list(output, documents, (row.request_id for row in rows), columns, cells, headers=not no_headers)
     for problem in problems:

@@ -107,17 +107,19 @@ def list_keys(
     output: ListOutputOption = ListFormat.TABLE,
 ) -> None:
     """List the keys."""
-    found = read_keys(file)
+    entries = read_keys(file)
     if output is ListFormat.NAME:
-        for key in found:
+        for key in entries:
             print_text(key.key_id)
     elif output is ListFormat.JSON:
-        print_json({"version": VERSION, "keys": [_key_json(key) for key in found]})
+        print_json({"version": VERSION, "keys": [_key_json(key) for key in entries]})
     elif output is ListFormat.YAML:
-        print_yaml({"version": VERSION, "keys": [_key_json(key) for key in found]})
+        print_yaml({"version": VERSION, "keys": [_key_json(key) for key in entries]})
     else:
         print_table(
-            ["ID", "TENANT", "ROLE", "MAX", "PRIORITY", "CREATED"], [_row(key) for key in found], headers=not no_headers
+            ["ID", "TENANT", "ROLE", "MAX", "PRIORITY", "CREATED"],
+            [_row(key) for key in entries],
+            headers=not no_headers,
         )
 
 
@@ -127,9 +129,9 @@ def revoke(
 ) -> None:
     """Revoke a key. Running requests continue."""
     with _locked(file):
-        found = read_keys(file)
-        remaining = [key for key in found if key.key_id != key_id]
-        if len(remaining) == len(found):
+        entries = read_keys(file)
+        remaining = [key for key in entries if key.key_id != key_id]
+        if len(remaining) == len(entries):
             raise _NoSuchKey(f"{file} has no key {key_id!r}: see `baton keys list {file}`")
         write_keys(file, remaining)
     print_note(f"Key {key_id} is revoked.")

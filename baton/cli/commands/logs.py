@@ -99,9 +99,9 @@ def logs(
 
 def parse_since(since: str, now: float) -> float:
     """The time that --since means, in seconds since the epoch. Raises BadParameter."""
-    found = _DURATION.match(since)
-    if found is not None and since:
-        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    match = _DURATION.match(since)
+    if match is not None and since:
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
         return now - (((days * 24 + hours) * 60 + minutes) * 60 + seconds)
     try:
         return datetime.fromisoformat(since).astimezone().timestamp()
@@ -141,16 +141,16 @@ def _value(value: Any) -> str:
 
 def _files(directory: RunDir, processes: Sequence[str]) -> dict[str, LogFile]:
     """The log files by process. Raises Unreachable if there are no logs, and NodeNotFound for a process without one."""
-    found = {path.stem: path for path in sorted(_log_paths(directory))}
-    if not found:
+    files = {path.stem: path for path in sorted(_log_paths(directory))}
+    if not files:
         raise Unreachable(
             f"there are no logs in {directory.path}: start a cluster with {directory.command('up')}, "
             "or choose one with --run-dir"
         )
     for process in processes:
-        if process not in found:
-            raise NodeNotFound(f"there is no log of {process}{did_you_mean(process, found)}")
-    return {process: LogFile(found[process]) for process in processes or found}
+        if process not in files:
+            raise NodeNotFound(f"there is no log of {process}{did_you_mean(process, files)}")
+    return {process: LogFile(files[process]) for process in processes or files}
 
 
 def _log_paths(directory: RunDir) -> Iterable[Path]:

@@ -64,11 +64,11 @@ def list_adapters(
     output: ListOutputOption = ListFormat.TABLE,
 ) -> None:
     """List the adapters, the nodes that acknowledge each, and why others refuse it."""
-    found = ask_any_router(address, run_dir, partial(_adapters, timeout))
-    documents, rows = (asdict(row) for row in found), (_cells(row) for row in found)
-    print_list(output, documents, (row.name for row in found), _COLUMNS, rows, headers=not no_headers)
+    adapters = ask_any_router(address, run_dir, partial(_adapters, timeout))
+    documents, rows = (asdict(row) for row in adapters), (_cells(row) for row in adapters)
+    print_list(output, documents, (row.name for row in adapters), _COLUMNS, rows, headers=not no_headers)
     if output in (ListFormat.TABLE, ListFormat.WIDE):
-        for row in found:
+        for row in adapters:
             for refusal in row.refusals:
                 print_note(f"baton: {row.name} is refused by {refusal.node}: {refusal.reason}")
 
@@ -92,10 +92,10 @@ def load(
     output: OutputOption = Format.TEXT,
 ) -> None:
     """Give a name to the adapter in a directory. All nodes that find it must find the same files there."""
-    place = os.path.abspath(directory)
-    loaded = ask_any_router(address, run_dir, partial(_load, name, place, replace, timeout))
+    path = os.path.abspath(directory)
+    loaded = ask_any_router(address, run_dir, partial(_load, name, path, replace, timeout))
     if output is not Format.TEXT:
-        print_document(output, asdict(loaded) | {"name": name, "directory": place})
+        print_document(output, asdict(loaded) | {"name": name, "directory": path})
     else:
         done = "has this adapter already" if loaded.unchanged else "is served"
         print_text(f"{name} {done}: {loaded.digest:.12}, rank {loaded.rank}, {size(loaded.num_bytes)}")

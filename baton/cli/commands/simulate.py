@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,9 +20,9 @@ from baton.bench.simulator.shapes import RankFigures
 from baton.bench.simulator.step_times import read_step_times
 from baton.bench.workloads.spec import Dataset, WorkloadSpec
 from baton.cli.bench.flags import NOT_GIVEN, FlagsOf, Given, with_flags
-from baton.cli.bench.options import MoreGoodputArgument, ReportOption, check_files, printed_as_data, write_files
+from baton.cli.bench.options import Destination, MoreGoodputArgument, ReportOption, check_files, created_now
 from baton.cli.bench.serve import count_requests, slo_of, usage_errors
-from baton.cli.output import Format, OutputOption, print_note, print_table, print_text
+from baton.cli.output import Format, OutputOption, print_table, print_text
 from baton.cli.waiting import ProgressLine
 from baton.errors import BatonError, InvalidRequest
 from baton.messages.node import ONE_RANK, NodeShape, Role
@@ -151,7 +150,6 @@ def simulate(
     the bandwidth of each node's network card. Equal seeds give equal results. The result file has the format of
     `baton bench`.
     """
-    from baton.bench.results.result_file import without_outcomes
     from baton.bench.simulator.plan import run_plan
 
     check_files(result_filename, report)
@@ -170,7 +168,7 @@ def simulate(
             plan,
             workload=replace(plan.workload, **arrivals, **lengths),
             config=replace(config, sizes=replace(config.sizes, **sizes, **steps), keeps_timeline=timeline),
-            policies=[one.value for one in policy] if policy else plan.policies,
+            policies=[choice.value for choice in policy] if policy else plan.policies,
             keeps_outcomes=save_detailed,
             attainment=attainment,
             finds_goodput=find_goodput or (plan.finds_goodput and not paced),
@@ -186,15 +184,11 @@ def simulate(
         plan = _with_arrangements(replace(plan, slo=slo or plan.slo), arrangement, splits)
         _check(plan)
         total = count_requests(plan.workload)
-    created = datetime.now(UTC).isoformat(timespec="seconds")
+    created = created_now()
     with _progress(total, output is Format.TEXT) as progress:
         result = run_plan(plan, created, progress)
-    if not printed_as_data(without_outcomes(result), output):
-        _print(result)
-    for line in _failures(result):
-        print_note(line)
-    write_files(result, result_filename, report)
-    if not any(rate["summary"]["completed"] for one in result["arrangements"] for rate in one["rates"]):
+    Destination(output, result_filename, report).show(result, lambda: _print(result), _failures(result))
+    if not any(rate["summary"]["completed"] for arrangement in result["arrangements"] for rate in arrangement["rates"]):
         raise BatonError("no request was served; the errors are listed above")
 
 
@@ -226,15 +220,15 @@ def _divided(plan: SimulationPlan, figures: RankFigures, prefill: NodeShape, dec
 def _with_arrangements(plan: SimulationPlan, arrangement: Sequence[str] | None, splits: int | None) -> SimulationPlan:
     if arrangement and splits:
         raise InvalidRequest("--splits", "can't be used together with --arrangement")
-    found = Arrangement.splits(splits) if splits else [Arrangement.parse(text) for text in arrangement or ()]
-    return replace(plan, arrangements=found or plan.arrangements)
+    arrangements = Arrangement.splits(splits) if splits else [Arrangement.parse(text) for text in arrangement or ()]
+    return replace(plan, arrangements=arrangements or plan.arrangements)
 
 
 def _failure(text: str) -> Failure:
-    found = _FAILURE.match(text)
-    if found is None:
+    match = _FAILURE.match(text)
+    if match is None:
         raise InvalidRequest("--fail", f"{text!r} is not NODE@SECONDS or NODE@SECONDS+SECONDS, such as decode-0@30+60")
-    return Failure(found[1], float(found[2]), float(found[3]) if found[3] else math.inf)
+    return Failure(match[1], float(match[2]), float(match[3]) if match[3] else math.inf)
 
 
 def _check(plan: SimulationPlan) -> None:
@@ -253,8 +247,8 @@ def _check(plan: SimulationPlan) -> None:
         raise InvalidRequest("--cache-tokens", "is less than one block")
     names = {
         f"{role}-{number}"
-        for one in plan.arrangements
-        for role, count in (("prefill", one.prefill), ("decode", one.decode))
+        for arrangement in plan.arrangements
+        for role, count in (("prefill", arrangement.prefill), ("decode", arrangement.decode))
         for number in range(count)
     }
     for failure in plan.config.failures:
@@ -278,9 +272,9 @@ def _progress(total: int, is_wanted: bool) -> Iterator[Callable[[str, int], None
 def _failures(result: dict[str, Any]) -> list[str]:
     """Why requests failed: a line for each error, at most twelve."""
     lines = [
-        f"{one['name']}: {count} failed: {error}"
-        for one in result["arrangements"]
-        for rate in one["rates"]
+        f"{arrangement['name']}: {count} failed: {error}"
+        for arrangement in result["arrangements"]
+        for rate in arrangement["rates"]
         for error, count in rate["summary"].get("errors", {}).items()
     ]
     return lines[:12]
@@ -294,20 +288,20 @@ def _drafted_row(run: Sequence[str], simulator: dict[str, Any]) -> list[str]:
 
 def _shapes(result: dict[str, Any]) -> Iterator[str]:
     """The shapes of the nodes of each arrangement, if any has several ranks."""
-    for one in result["arrangements"]:
-        shapes = ", ".join(f"{role} {shape}" for role, shape in one["shapes"].items())
-        if any(shape != str(ONE_RANK) for shape in one["shapes"].values()):
-            yield f"{one['name']}: {one['gpus']} ranks ({shapes})"
+    for arrangement in result["arrangements"]:
+        shapes = ", ".join(f"{role} {shape}" for role, shape in arrangement["shapes"].items())
+        if any(shape != str(ONE_RANK) for shape in arrangement["shapes"].values()):
+            yield f"{arrangement['name']}: {arrangement['gpus']} ranks ({shapes})"
 
 
 def _print(result: dict[str, Any]) -> None:
     rows, drafted = [], []
-    for one in result["arrangements"]:
-        for rate in one["rates"]:
+    for arrangement in result["arrangements"]:
+        for rate in arrangement["rates"]:
             summary, simulator = rate["summary"], rate["simulator"]
             rows.append(
                 [
-                    one["name"],
+                    arrangement["name"],
                     "-" if rate["rate"] is None else f"{rate['rate']:.4g}",
                     f"{summary['mean_ttft_ms']:.1f}",
                     f"{summary['p99_ttft_ms']:.1f}",
@@ -336,8 +330,12 @@ def _print(result: dict[str, Any]) -> None:
         print_table(
             ["ARRANGEMENT", "GOODPUT/S", "PER GPU"],
             [
-                [one["name"], f"{one['goodput']['rate']:.3g}", f"{one['goodput']['per_gpu']:.3g}"]
-                for one in result["arrangements"]
+                [
+                    arrangement["name"],
+                    f"{arrangement['goodput']['rate']:.3g}",
+                    f"{arrangement['goodput']['per_gpu']:.3g}",
+                ]
+                for arrangement in result["arrangements"]
             ],
         )
         ratio = result["goodput_ratio"]

@@ -91,17 +91,17 @@ def events(
     if watch:
         _watch(address, run_dir, after, output, headers=not no_headers)
         return
-    found, problems = events_of_all_routers(address, run_dir, after, ANSWER_TIMEOUT_S)
+    listed, problems = events_of_all_routers(address, run_dir, after, ANSWER_TIMEOUT_S)
     if output is ListFormat.JSON:
-        print_json({"version": VERSION, "events": [asdict(event) for event in found]})
+        print_json({"version": VERSION, "events": [asdict(event) for event in listed]})
     elif output is ListFormat.YAML:
-        print_yaml({"version": VERSION, "events": [asdict(event) for event in found]})
+        print_yaml({"version": VERSION, "events": [asdict(event) for event in listed]})
     elif output is ListFormat.NAME:
-        for event in found:
+        for event in listed:
             print_text(event.reason)
     else:
         wide, now = output is ListFormat.WIDE, time.time()
-        rows = [event_row(event, fine_duration(now - event.time), wide=wide) for event in found]
+        rows = [event_row(event, fine_duration(now - event.time), wide=wide) for event in listed]
         print_table(_COLUMNS + (_WIDE if wide else []), rows, headers=not no_headers)
     for problem in problems:
         print_note(f"baton: {problem}")
@@ -153,9 +153,9 @@ def status(
 
     The cluster is ok, degraded or unavailable. The exit code is 1 if it is unavailable.
     """
-    found = _overview(address, run_dir, timeout)
-    print_result(output, found.to_json(), status_lines(found, time.time()))
-    if found.view.health == "unavailable":
+    seen = _overview(address, run_dir, timeout)
+    print_result(output, seen.to_json(), status_lines(seen, time.time()))
+    if seen.view.health == "unavailable":
         raise typer.Exit(int(ExitCode.FAILED))
 
 

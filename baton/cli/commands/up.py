@@ -115,8 +115,8 @@ def _use_of(config: UpConfig) -> _Use:
         return "text"
     if not read_pooling(config.model).generates:
         return "vectors"
-    found = encoder_decoder(config.model)
-    if found is not None and found.source == "speech":
+    model = encoder_decoder(config.model)
+    if model is not None and model.source == "speech":
         return "speech"
     return "chat" if config.model != bundled_model_dir() and has_chat_template(config.model) else "text"
 
@@ -182,8 +182,8 @@ def _lines_to_paste(state: ClusterState, directory: RunDir, *, detached: bool, u
 def _baton() -> str:
     """The command `baton` as this user can type it."""
     script = Path(sys.executable).with_name("baton")
-    found = shutil.which("baton")
-    if found is not None and Path(found).resolve() == script.resolve():
+    program = shutil.which("baton")
+    if program is not None and Path(program).resolve() == script.resolve():
         return "baton"
     return str(script) if script.exists() else "baton"
 

@@ -54,7 +54,7 @@ class Answer:
         if len(self.choices) == 1:
             return self.choices[0].text
         count = len(self.choices)
-        parts = [f"[{place}/{count}] {choice.text}" for place, choice in enumerate(self.choices, 1)]
+        parts = [f"[{number}/{count}] {choice.text}" for number, choice in enumerate(self.choices, 1)]
         return "\n".join(parts)
 
     def to_json(self) -> dict[str, Any]:

@@ -43,9 +43,9 @@ def view_cluster(address: str | None, run_dir: Path | None, timeout_s: float) ->
             raise Unreachable(f"{error}: is this the router's operator address?") from None
     state = local_cluster(run_dir).state
     problems: list[str] = []
-    for each in state.operator_addresses:
+    for router in state.operator_addresses:
         try:
-            return combine(_ask(each, timeout_s), "; ".join(problems), state)
+            return combine(_ask(router, timeout_s), "; ".join(problems), state)
         except (Unreachable, DeadlineExceeded) as error:
             problems.append(str(error))
     return combine(None, "; ".join(problems) or "no router is ready", state)

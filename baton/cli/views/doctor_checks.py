@@ -137,7 +137,7 @@ def run_checks(facts: Facts) -> list[Finding]:
 
 def worst_level(findings: Sequence[Finding]) -> Level:
     """The most severe level of the findings: CRITICAL, then WARNING, UNKNOWN, OK."""
-    return max((one.level for one in findings), key=_SEVERITY.index, default=Level.UNKNOWN)
+    return max((finding.level for finding in findings), key=_SEVERITY.index, default=Level.UNKNOWN)
 
 
 def _kernels(facts: Facts) -> Finding:

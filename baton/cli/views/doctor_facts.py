@@ -58,15 +58,15 @@ def gather_facts(
     from baton.runner.backends.cpu import kernels
     from baton.runner.model.weights import resolve_dtype
 
-    found = kernels.available()
+    kernel_names = kernels.available()
     cores = usable_cores()
     nodes = _DEFAULTS.prefill + _DEFAULTS.decode
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     run_dir, installation = (run_dir or default_run_dir(os.environ)).absolute(), Path(baton.__file__).parent
     return Facts(
-        kernel_path=found.isa,
-        kernel_paths=found.isas,
-        kernel_reason=found.reason,
+        kernel_path=kernel_names.isa,
+        kernel_paths=kernel_names.isas,
+        kernel_reason=kernel_names.reason,
         compiler=next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), ""),
         native_bfloat16=resolve_dtype("auto") == "bfloat16",
         model=model_facts(found_model, dtype, _DEFAULTS.threads_per_node(cores)),
@@ -85,7 +85,7 @@ def gather_facts(
         ports=_PORTS,
         ports_in_use=frozenset(port for port in _PORTS.values() if not _is_free(port)),
         run_dir=str(run_dir),
-        disk_free=_free(next(place for place in (run_dir, *run_dir.parents) if place.exists())),
+        disk_free=_free(next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())),
         seconds_since_installed=time.time() - max(file.stat().st_mtime for file in installation.iterdir()),
         clock_is_synchronised=_clock_is_synchronised(),
         version=baton.__version__,
@@ -94,17 +94,17 @@ def gather_facts(
     )
 
 
-def model_facts(found: FoundModel, dtype: str, threads: int) -> ModelFacts:
+def model_facts(model: FoundModel, dtype: str, threads: int) -> ModelFacts:
     """Load the model once, with a small KV cache, and say what became of it. Never raises a BatonError."""
     from baton.bench.micro.engine_work import read_work
     from baton.runner import TorchSpec, load
     from baton.runner.model.checkpoint import open_checkpoint
     from baton.runner.model.weights import resolve_dtype
 
-    directory, name = found.directory, found.name
+    directory, name = model.directory, model.name
     try:
         weight_bytes = read_work(directory).multiplied * (2 if resolve_dtype(dtype) == "bfloat16" else 4)
-        if not found.dequantize:
+        if not model.dequantize:
             # Packed weights are about as large as their files.
             files = open_checkpoint(directory).weight_files
             weight_bytes = min(weight_bytes, sum(file.stat().st_size for file in files))
@@ -117,7 +117,7 @@ def model_facts(found: FoundModel, dtype: str, threads: int) -> ModelFacts:
             num_blocks=_CHECK_BLOCKS,
             num_threads=threads,
             name=name,
-            dequantize=found.dequantize,
+            dequantize=model.dequantize,
         )
         info = load(spec).model
     except BatonError as error:
@@ -181,10 +181,10 @@ def _why_no_nixl() -> str:
 
 def _free(path: Path) -> int | None:
     try:
-        found = os.statvfs(path)
+        room = os.statvfs(path)
     except OSError:
         return None
-    return found.f_bavail * found.f_frsize
+    return room.f_bavail * room.f_frsize
 
 
 class _Timex(ctypes.Structure):
@@ -202,12 +202,12 @@ _UNSYNCHRONISED = 0x40
 
 
 def _clock_is_synchronised() -> bool:
-    found = _Timex()
+    clock = _Timex()
     try:
-        state: int = ctypes.CDLL(None).adjtimex(ctypes.byref(found))
+        state: int = ctypes.CDLL(None).adjtimex(ctypes.byref(clock))
     except (OSError, AttributeError):
         return False
-    return state >= 0 and not found.status & _UNSYNCHRONISED
+    return state >= 0 and not clock.status & _UNSYNCHRONISED
 
 
 def _unmet(distribution: str = "baton-serve") -> Sequence[str]:

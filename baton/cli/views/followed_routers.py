@@ -60,17 +60,17 @@ def follow_events(routers: Callable[[], Sequence[str]], after: int) -> Iterator[
     merger, streams = EventMerger(), _RouterStreams()
     yield from merger.merge(streams.open(routers(), after))
     while True:
-        found = streams.next_event()
-        if found is None:
+        event = streams.next_event()
+        if event is None:
             with suppress(Unreachable):
                 streams.open_new(routers())
-        elif not isinstance(found, BatonError):
-            if merger.is_new(found):
-                yield found
+        elif not isinstance(event, BatonError):
+            if merger.is_new(event):
+                yield event
         elif streams.has_any:
-            print_note(f"baton: {found}; going on with the events of other routers")
+            print_note(f"baton: {event}; going on with the events of other routers")
         else:
-            raise found
+            raise event
 
 
 class _RouterStreams:
@@ -87,7 +87,7 @@ class _RouterStreams:
 
     def open(self, addresses: Sequence[str], after: int) -> list[ClusterEvent]:
         """Return past events in any order, and follow the routers from there. Raises Unreachable if none answers."""
-        found: list[ClusterEvent] = []
+        earlier: list[ClusterEvent] = []
         failure: BatonError | None = None
         for address in addresses:
             try:
@@ -96,11 +96,11 @@ class _RouterStreams:
                 failure = failure or error
                 self._failed.add(address)
                 continue
-            found += past
+            earlier += past
             self._follow(address, past[-1].seq if past else after)
         if not self.has_any and failure is not None:
             raise failure
-        return found
+        return earlier
 
     def open_new(self, addresses: Sequence[str]) -> None:
         """Follow routers that were not followed. A router that has restarted numbers its events from 1 again."""
@@ -112,17 +112,17 @@ class _RouterStreams:
         """The next event, or the error that ended a stream; None if there was neither for a while."""
         while True:
             try:
-                address, found = self._queue.get(timeout=_CHECK_INTERVAL_S)
+                address, event = self._queue.get(timeout=_CHECK_INTERVAL_S)
             except Empty:
                 return None
-            if not isinstance(found, BatonError):
+            if not isinstance(event, BatonError):
                 self._failed.discard(address)
-                return found
+                return event
             self._followed.discard(address)
             if address not in self._failed or not self.has_any:
                 # A router that stays away is reported once.
                 self._failed.add(address)
-                return found
+                return event
 
     def _follow(self, address: str, after: int) -> None:
         self._followed.add(address)

@@ -56,7 +56,7 @@ def node_json(status: NodeStatus, report: NodeReport | None) -> dict[str, Any]:
         "ranks": [asdict(rank) for rank in report.ranks],
         "adapters": [asdict(adapter) for adapter in report.adapters],
         "layout": handoff.layout,
-        "leases": [lease_json(report, one) for one in oldest_first(report)],
+        "leases": [lease_json(report, handoff) for handoff in oldest_first(report)],
         "leases_by_state": _by_state(handoff),
         "oldest_lease_age_s": _oldest_s(handoff),
         "ended_transfers": [asdict(ended) for ended in handoff.ended],
@@ -114,25 +114,25 @@ def _computed_by(report: NodeReport) -> list[Field]:
 
 
 def _adapters(adapters: Sequence[NodeAdapter]) -> list[str]:
-    rows = [[one.name, one.digest[:12], one.state, one.directory] for one in adapters]
+    rows = [[adapter.name, adapter.digest[:12], adapter.state, adapter.directory] for adapter in adapters]
     lines = table_lines(["NAME", "DIGEST", "STATE", "DIRECTORY"], rows)
-    return [*lines, *(f"{one.name}: {one.refusal}" for one in adapters if one.refusal)]
+    return [*lines, *(f"{adapter.name}: {adapter.refusal}" for adapter in adapters if adapter.refusal)]
 
 
 def _ranks(ranks: Sequence[RankReport]) -> list[str]:
-    on_hosts = any(one.host for one in ranks)
+    on_hosts = any(rank.host for rank in ranks)
     rows = [
         [
-            str(one.rank),
-            str(one.pid),
-            "yes" if one.is_up else "no",
-            size(one.resident_bytes - one.shared_bytes),
-            size(one.shared_bytes),
-            duration(one.cpu_s),
-            str(one.num_threads),
-            *([one.host or "-"] if on_hosts else []),
+            str(rank.rank),
+            str(rank.pid),
+            "yes" if rank.is_up else "no",
+            size(rank.resident_bytes - rank.shared_bytes),
+            size(rank.shared_bytes),
+            duration(rank.cpu_s),
+            str(rank.num_threads),
+            *([rank.host or "-"] if on_hosts else []),
         ]
-        for one in ranks
+        for rank in ranks
     ]
     columns = ["RANK", "PID", "UP", "MEMORY", "SHARED", "CPU", "THREADS", *(["HOST"] if on_hosts else [])]
     return table_lines(columns, rows)
@@ -201,11 +201,11 @@ def _latest(peer: str, what: str, count: int, age_s: float) -> str:
 
 
 def _by_state(handoff: HandoffReport) -> dict[str, int]:
-    return dict(Counter(one.state for one in handoff.open))
+    return dict(Counter(open_handoff.state for open_handoff in handoff.open))
 
 
 def _oldest_s(handoff: HandoffReport) -> float:
-    return max((one.age_s for one in handoff.open), default=0.0)
+    return max((open_handoff.age_s for open_handoff in handoff.open), default=0.0)
 
 
 def _is_reader(report: NodeReport) -> bool:

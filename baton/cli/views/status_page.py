@@ -61,9 +61,9 @@ class Overview:
         """The page as a JSON object."""
         return {
             **self.view.to_json(),
-            "load": [asdict(each) for each in self.load],
-            "degraded": [asdict(each) for each in self.degraded],
-            "failures": [asdict(each) for each in self.failures],
+            "load": [asdict(sample) for sample in self.load],
+            "degraded": [asdict(reason) for reason in self.degraded],
+            "failures": [asdict(event) for event in self.failures],
         }
 
 
@@ -83,18 +83,18 @@ def overview(
     return Overview(view, load, _degraded(view, reports, problems), failures)
 
 
-def status_lines(found: Overview, now: float) -> list[str]:
+def status_lines(seen: Overview, now: float) -> list[str]:
     """The page as lines of text. `now` is in seconds since the epoch."""
-    view = found.view
+    view = seen.view
     lines = [
         f"{view.cluster}: {view.health}{f' ({view.detail})' if view.detail else ''}",
-        ", ".join(f"{load.ready}/{load.total} {load.role} ready" for load in found.load),
+        ", ".join(f"{load.ready}/{load.total} {load.role} ready" for load in seen.load),
     ]
     columns = ["ROLE", "RUNNING", "WAITING", "KV IN USE", "LEASES", "TRANSFERS"]
-    load_rows = [_load_row(load) for load in found.load]
+    load_rows = [_load_row(load) for load in seen.load]
     if any(node.shape.num_ranks > 1 for node in view.nodes):
         columns.append("SHAPE")
-        load_rows = [[*row, _shapes(load)] for row, load in zip(load_rows, found.load, strict=True)]
+        load_rows = [[*row, _shapes(load)] for row, load in zip(load_rows, seen.load, strict=True)]
     lines += ["", *table_lines(columns, load_rows)]
     if view.supervisor is not None:
         rows = [
@@ -102,12 +102,12 @@ def status_lines(found: Overview, now: float) -> list[str]:
             for process in view.supervisor.processes
         ]
         lines += ["", *table_lines(["PROCESS", "STATUS", "RESTARTS", "PID", "LAST-EXIT"], rows)]
-    if found.degraded:
-        lines += ["", *table_lines(["DEGRADED", "WHY"], [[each.subject, each.why] for each in found.degraded])]
-    if found.failures:
+    if seen.degraded:
+        lines += ["", *table_lines(["DEGRADED", "WHY"], [[reason.subject, reason.why] for reason in seen.degraded])]
+    if seen.failures:
         rows = [
             [f"{fine_duration(now - event.time)} ago", event.reason, event.subject or "-", event.detail or "-"]
-            for event in found.failures
+            for event in seen.failures
         ]
         lines += ["", *table_lines(["LAST FAILURES", "REASON", "SUBJECT", "DETAIL"], rows)]
     return lines
@@ -145,19 +145,21 @@ def _load(nodes: Sequence[NodeStatus], reports: Mapping[str, NodeReport]) -> Rol
 
 
 def _degraded(view: ClusterView, reports: Mapping[str, NodeReport], problems: Mapping[str, str]) -> list[Problem]:
-    found = []
+    reasons = []
     for node in view.nodes:
         if node.status != "Ready":
-            found.append(Problem(node.name, f"{node.status}: {node.detail}" if node.detail else node.status))
+            reasons.append(Problem(node.name, f"{node.status}: {node.detail}" if node.detail else node.status))
         elif node.incarnation in problems:
-            found.append(Problem(node.name, problems[node.incarnation]))
+            reasons.append(Problem(node.name, problems[node.incarnation]))
         if node.incarnation in reports:
-            found += _refused_links(node.name, reports[node.incarnation])
-            found += _failed_probes(node.name, reports[node.incarnation])
+            reasons += _refused_links(node.name, reports[node.incarnation])
+            reasons += _failed_probes(node.name, reports[node.incarnation])
     known = {node.name for node in view.nodes}
     processes = view.supervisor.processes if view.supervisor is not None else ()
     others = [process for process in processes if process.status != "Ready" and process.name not in known]
-    return found + [Problem(each.name, f"{each.status}: {each.last_exit or 'for no known reason'}") for each in others]
+    return reasons + [
+        Problem(other.name, f"{other.status}: {other.last_exit or 'for no known reason'}") for other in others
+    ]
 
 
 def _refused_links(name: str, report: NodeReport) -> list[Problem]:
@@ -167,7 +169,7 @@ def _refused_links(name: str, report: NodeReport) -> list[Problem]:
 
 def _failed_probes(name: str, report: NodeReport) -> list[Problem]:
     probes = report.handoff.failed_probes
-    return [Problem(name, f"{KV_PROBE_FAILED}, {fine_duration(each.age_s)} ago: {each.detail}") for each in probes]
+    return [Problem(name, f"{KV_PROBE_FAILED}, {fine_duration(probe.age_s)} ago: {probe.detail}") for probe in probes]
 
 
 def _load_row(load: RoleLoad) -> list[str]:

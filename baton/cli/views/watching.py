@@ -30,9 +30,9 @@ class WatchedItem:
     """The item as a JSON object."""
 
 
-def changed_items(known: Mapping[str, object], found: Sequence[WatchedItem]) -> list[WatchedItem]:
+def changed_items(known: Mapping[str, object], items: Sequence[WatchedItem]) -> list[WatchedItem]:
     """The items that are new or whose state has changed."""
-    return [each for each in found if each.key not in known or known[each.key] != each.state]
+    return [item for item in items if item.key not in known or known[item.key] != item.state]
 
 
 class GrowingTable:
@@ -68,7 +68,7 @@ def watch(
     has_answered = False
     while True:
         try:
-            found = fetch(known.keys())
+            items = fetch(known.keys())
         except (Unreachable, DeadlineExceeded) as error:
             if not (has_answered and retries):
                 raise
@@ -76,11 +76,11 @@ def watch(
                 print_note(f"baton: {error}; asking again")
             is_lost = True
         else:
-            is_lost, changes = False, changed_items(known, found)
-            table.widen([each.cells for each in changes])
+            is_lost, changes = False, changed_items(known, items)
+            table.widen([item.cells for item in changes])
             if not has_answered and headers and output in (ListFormat.TABLE, ListFormat.WIDE):
                 print_text(table.line(columns))
-            for each in changes:
-                print_item(output, each.document, each.cells[0], table.line(each.cells))
-            known, has_answered = {each.key: each.state for each in found}, True
+            for item in changes:
+                print_item(output, item.document, item.cells[0], table.line(item.cells))
+            known, has_answered = {item.key: item.state for item in items}, True
         time.sleep(_POLL_INTERVAL_S)

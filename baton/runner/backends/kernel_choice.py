@@ -25,10 +25,9 @@ class CompiledOperations:
 
     packs_quantized = True
 
-    def __init__(self, num_threads: int, numerics: str, ranks: Ranks = ONE_RANK) -> None:
-        """`ranks`: of a single rank, which shares its cache with other stages."""
+    def __init__(self, num_threads: int, numerics: str) -> None:
         self.num_threads = num_threads
-        self.ranks = ranks
+        self.ranks: Ranks = ONE_RANK
         self._numerics = numerics
 
     def numerics(self) -> str:

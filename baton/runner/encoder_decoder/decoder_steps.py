@@ -80,7 +80,7 @@ class DecoderSteps(Transformer):
         module: Any = model.module
         self._module = module
         self.width: int = model.config.hidden_size
-        self.stage, self.has_own_cache = Stage(), False
+        self.stage = Stage()
         self._decoder = None
         self.why_no_own_loop = self._why_not_fused = "it has an encoder, and transformers' loop runs"
         module.to(self.device)

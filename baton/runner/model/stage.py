@@ -73,17 +73,22 @@ class StageReport:
             raise ValueError(f"this is no report of a stage ({error!r})") from error
 
 
+def reports_to_json(reports: Sequence[StageReport]) -> bytes:
+    """The reports of all stages, for `reports_from_json`."""
+    return json.dumps([asdict(report) for report in reports]).encode()
+
+
+def reports_from_json(text: bytes | bytearray) -> list[StageReport]:
+    """The reports that `reports_to_json` wrote."""
+    return [StageReport.from_json(json.dumps(report).encode()) for report in json.loads(text)]
+
+
 class Stages(Protocol):
-    """One stage's view of all stages of a model."""
+    """One stage's view of all stages of a model. Each has a KV cache of its own layers."""
 
     @property
     def stage(self) -> Stage:
         """This stage."""
-        ...
-
-    @property
-    def has_own_cache(self) -> bool:
-        """Whether this stage's cache holds its own layers only; otherwise all stages share one with all layers."""
         ...
 
     def exchange(self, own: StageReport) -> list[StageReport]:
@@ -95,7 +100,6 @@ class OneStage:
     """The only stage of a model."""
 
     stage = Stage()
-    has_own_cache = False
 
     def exchange(self, own: StageReport) -> list[StageReport]:
         return [own]

@@ -73,6 +73,8 @@ class Transformer(CachedModel):
     decode_graphs: DecodeGraphs | None
     """The CUDA graphs of decode steps; None where a step's kernels are started one by one."""
     _attention: PagedAttention
+    _counts_own_layers = False
+    """Whether the stage has a size of the KV cache to itself."""
 
     @on_device_of_model
     def __init__(
@@ -92,8 +94,7 @@ class Transformer(CachedModel):
         self.width: int = getattr(model.config, "hidden_size", 0)
         """The width of the rows between layers."""
         self.stage = stages.stage
-        self.has_own_cache = stages.has_own_cache
-        """Whether the cache holds this stage's layers only, and other stages have caches of their own."""
+        self._counts_own_layers = self.stage.count > 1 and cache is not None and not cache.is_of_all_stages
         self._part = StageModule(model.module, model.config.num_hidden_layers, self.stage, self.dtype)
         # Only now, so that no GPU has to hold the layers of other stages.
         model.module.to(self.device)
@@ -147,13 +148,13 @@ class Transformer(CachedModel):
             raise ConfigError(
                 f"a KV cache in 8 bits ({self.layout.dtype}) is for CPUs so far; leave out --kv-cache-dtype"
             )
-        if self.has_own_cache:
+        if self.stage.count > 1:
             self.cached_layers = self.own_layers
             self.cache_layout = self.layout.part(self.own_layers)
         else:
             self.cache_layout = self.layout
         if cache is not None:
-            self.allocate_cache(cache.blocks(self.largest_block_bytes))
+            self.allocate_cache(cache.blocks(self.counted_block_bytes))
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache; called once. Raises ConfigError when there is no memory for it."""
@@ -176,9 +177,10 @@ class Transformer(CachedModel):
         return self._part.own_layers
 
     @property
-    def largest_block_bytes(self) -> int:
-        """Bytes of a block in the cache of the stage that needs the most, by which all stages count the same blocks."""
-        if not self.has_own_cache:
+    def counted_block_bytes(self) -> int:
+        """Bytes by which all stages count the same blocks: of a whole block where their caches share a host's memory,
+        otherwise of a block in the cache of the stage that needs the most."""
+        if not self._counts_own_layers:
             return self.layout.block_bytes
         stages = (Stage(index, self.stage.count) for index in range(self.stage.count))
         return max(self.layout.part(stage.layers(self.layout.num_layers)).block_bytes for stage in stages)

@@ -5,7 +5,6 @@ A micro-batch is a step, or a part of one, that goes through the stages at once.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -33,26 +32,13 @@ _ALIGNMENT = 64
 _MOST_BYTES = 1 << 40
 
 
-class Task(enum.IntEnum):
-    """What of a micro-batch is wanted."""
-
-    LOGITS = 1
-    LOGITS_AND_HIDDEN = 2
-
-
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What all stages compute together."""
+    """What all ranks and stages compute together."""
 
-    task: Task
     batch: FlatBatch
     logits_rows: Array | None
     """The rows that give logits; None: those that sample."""
-
-    @property
-    def num_results(self) -> int:
-        """Number of rows that give logits."""
-        return (self.batch.logits_rows if self.logits_rows is None else self.logits_rows).size
 
 
 class ReadNumbers(NamedTuple):
@@ -69,8 +55,8 @@ def write_numbers(micro: MicroBatch, memory_of: Callable[[int], npt.NDArray[np.u
     """
     arrays: list[Array | None] = [*(getattr(micro.batch, name) for name in _FIELDS), micro.logits_rows]
     header = np.zeros(_HEADER_WORDS, dtype=np.int64)
-    header[:2] = micro.task, len(arrays)
-    end, word = _HEADER_WORDS * _WORD, 3
+    header[0] = len(arrays)
+    end, word = _HEADER_WORDS * _WORD, 2
     places: list[tuple[int, Array]] = []
     for array in arrays:
         if array is None:
@@ -81,7 +67,7 @@ def write_numbers(micro: MicroBatch, memory_of: Callable[[int], npt.NDArray[np.u
             places.append((end, array))
             end = aligned_behind(end, array.nbytes)
         word += 2 + _MOST_DIMENSIONS
-    header[2] = end
+    header[1] = end
     memory = memory_of(end)
     memory[: header.nbytes] = header.view(np.uint8)
     for place, array in places:
@@ -96,12 +82,12 @@ def read_numbers(memory_of: Callable[[int], npt.NDArray[np.uint8]]) -> ReadNumbe
     """
     size = _HEADER_WORDS * _WORD
     header = memory_of(size)[:size].view(np.int64)
-    task, count, end = Task(int(header[0])), int(header[1]), int(header[2])
+    count, end = int(header[0]), int(header[1])
     if count != len(_FIELDS) + 1 or not size <= end <= _MOST_BYTES:
         raise ValueError(f"{count} arrays in {end} bytes are no micro-batch")
     memory = memory_of(end)
     arrays: list[Array | None] = []
-    start, word = size, 3
+    start, word = size, 2
     for _ in range(count):
         dtype, ndim = int(header[word]), int(header[word + 1])
         if dtype == _ABSENT and len(arrays) in _OPTIONAL:
@@ -118,7 +104,7 @@ def read_numbers(memory_of: Callable[[int], npt.NDArray[np.uint8]]) -> ReadNumbe
         start = aligned_behind(start, num_bytes)
         word += 2 + _MOST_DIMENSIONS
     *numbers, rows = arrays
-    return ReadNumbers(MicroBatch(task, FlatBatch(*numbers), rows), end)  # type: ignore[arg-type]  # `_OPTIONAL`
+    return ReadNumbers(MicroBatch(FlatBatch(*numbers), rows), end)  # type: ignore[arg-type]  # `_OPTIONAL`
 
 
 def aligned_behind(start: int, num_bytes: int) -> int:

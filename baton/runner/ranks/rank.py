@@ -1,151 +1,125 @@
-"""The ranks of a model: the one in the node's process, which starts and leads the others, and one behind it.
+"""The ranks of a stage: the first one, which starts and leads the others, and one behind it.
 
-The first one announces what it computes, so that all ranks compute it together. The KV cache is one memory of all
-ranks, so the first one alone copies blocks and moves them, while none computes.
+The first one announces what it computes, so that all ranks compute it together. The KV cache of the stage is one memory
+of all its ranks, so the first one alone copies blocks and moves them, while none computes.
 """
 
 from __future__ import annotations
 
-import socket
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from baton.engine.batch import SchedulerOutput
 from baton.engine.runner import RemotePart
-from baton.messages.node_report import ComputePath, RankReport
+from baton.errors import ConfigError
+from baton.messages.node_report import RankReport
 from baton.observe.rank_reports import rank_reports
-from baton.runner.backends.cpu.kernels.barrier import Barrier, BarrierTag
+from baton.runner.backends.cpu.kernel_file import why_slow
+from baton.runner.backends.cpu.kernels.barrier import BarrierTag, share_processors
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.backends.device import CPU
-from baton.runner.backends.ranks.host_ranks import SharedMemory
+from baton.runner.backends.kernel_choice import CompiledOperations, choose_operations
+from baton.runner.backends.operations import Operations
+from baton.runner.backends.ranks.host_ranks import HostRanks, SharedFiles
+from baton.runner.backends.sharded_operations import ShardedOperations
 from baton.runner.execution.input_batch import FlatBatch
-from baton.runner.model.cached_model import on_host
 from baton.runner.model.decoder import ModelOutput
-from baton.runner.model.transformer import HiddenAndLogits, Transformer
+from baton.runner.model.stage import ONE_STAGE, StageReport, Stages
+from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import LoadedModel, load_model_for
-from baton.runner.ranks.group_files import GroupFiles, RankFiles, StageRing
-from baton.runner.ranks.micro_batch import MicroBatch, Task
-from baton.runner.ranks.micro_batch_slot import MicroBatchSlot, compute_part, results_in
+from baton.runner.ranks.micro_batch import MicroBatch
 from baton.runner.ranks.rank_group import RankGroup
-from baton.runner.ranks.rank_leader import FollowingRanks, PipelinedTransformer
-from baton.runner.ranks.rank_parts import RankParts
-from baton.runner.ranks.rank_spec import RankSpec
+from baton.runner.ranks.rank_leader import FollowingRanks
+from baton.runner.ranks.step_slot import StepSlot
 from baton.runner.shared_by_loaders import prepare
 from baton.runner.spec import WeightSpec
+from baton.runner.stage_spec import StageSpec
 
-
-class LeadingTransformer(PipelinedTransformer):
-    """The first rank's part of the model, and the KV cache of all ranks."""
-
-    def __init__(
-        self, model: LoadedModel, spec: RankSpec, parts: RankParts, ring: StageRing, followers: FollowingRanks
-    ) -> None:
-        """`ring`: the first stage's place in it; the caller closes it."""
-        self._parts = parts
-        self._followers = followers
-        self._ring = ring
-        self._begun: deque[tuple[MicroBatchSlot, MicroBatch, ModelOutput]] = deque()
-        """Micro-batches that have begun and not ended: what the first stage has computed of each."""
-        try:
-            super().__init__(model, parts.operations, spec.block_size, spec.cache, spec.least_threads, parts.stages)
-        except RankLost as error:
-            raise RankLost(followers.why_lost or str(error)) from error
-
-    @property
-    def can_begin(self) -> bool:
-        return len(self._begun) < len(self._parts.slots)
-
-    def begin(self, task: Task, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None) -> None:
-        parts, micro = self._parts, MicroBatch(task, batch, logits_rows)
-        with self._losing_all_on_failure():
-            slot = parts.slots.next()
-            slot.trim()
-            slot.write(micro)
-            parts.ranks.barrier.wait(BarrierTag.STEP)
-            out = compute_part(self, parts.shard, slot, micro)
-            parts.ranks.barrier.wait(BarrierTag.DONE)
-            parts.ranks.trim()
-            if self.stage.count > 1:
-                self._ring.send()
-            self._begun.append((slot, micro, out))
-
-    def wait(self, other: socket.socket | None = None, timeout: float | None = None) -> bool:
-        return self.stage.count == 1 or self._ring.wait(other, timeout)
-
-    def end(self) -> HiddenAndLogits:
-        slot, micro, out = self._begun.popleft()
-        if self.stage.count > 1:
-            with self._losing_all_on_failure():
-                self._ring.receive()
-            out = results_in(self, slot, micro)
-        hidden = out.hidden if micro.task is Task.LOGITS_AND_HIDDEN else out.hidden[:0]
-        return HiddenAndLogits(on_host(hidden), on_host(out.logits))
-
-    @contextmanager
-    def _losing_all_on_failure(self) -> Iterator[None]:
-        """Lose all ranks if the body fails, which computes with them; raises RankLost."""
-        try:
-            yield
-        except BaseException as error:
-            # The other ranks are in the middle of the step, and would take the next one's numbers for this one's.
-            self._followers.lose(f"the first rank failed in a step: {error!r}")
-            if isinstance(error, Exception):
-                raise RankLost(f"the step can't be computed: {self._followers.why_lost or repr(error)}") from error
-            raise
-
-
-StartRanks = Callable[[RankSpec, GroupFiles, Callable[[], None]], FollowingRanks]
+StartRanks = Callable[[StageSpec, SharedFiles, Callable[[], None]], FollowingRanks]
 """Starts the ranks behind the first one; the function makes all waiting ranks end."""
 
 
+def divided_operations(num_threads: int) -> CompiledOperations:
+    """The operations of a process that computes a model with others of this host, which must have equal numerics.
+
+    Raises ConfigError where the C kernels can't be used.
+    """
+    operations = choose_operations(num_threads)
+    if not isinstance(operations, CompiledOperations):
+        raise ConfigError(
+            "a model can be divided among ranks only with Baton's own kernels, which can't be used here "
+            f"({why_slow()}); leave --tp and --pp out"
+        )
+    return operations
+
+
+class _RankParts:
+    """What the first rank and those behind it are made of."""
+
+    def __init__(self, spec: StageSpec, rank: int, files: SharedFiles) -> None:
+        share_processors(spec.num_ranks_here)
+        self.ranks = HostRanks(spec.shard_of(rank), files, makes_cache=rank == 0)
+        self.barrier = self.ranks.barrier
+        self.operations = ShardedOperations(divided_operations(spec.threads_of(rank)), self.ranks)
+        self.slot = StepSlot(files.step)
+
+
 class FirstRank:
-    """The first rank of a model, and the others in its hands until `close`."""
+    """The first rank of a stage, and the others in its hands until `close`. Its view of all stages is the others', too
+    (`Stages`)."""
 
-    def __init__(self, spec: RankSpec, start_ranks: StartRanks = RankGroup) -> None:
+    def __init__(self, spec: StageSpec, stages: Stages = ONE_STAGE, start_ranks: StartRanks = RankGroup) -> None:
         """Start the other ranks. Raises ConfigError where no ranks can compute."""
+        self.stage = spec.stage
         self._spec = spec
-        self._files = files = GroupFiles(spec.pipeline_parallel)
+        self._stages = stages
+        self._files = SharedFiles.make()
         self._is_closed = False
-        self._ring = StageRing(files.stages[0].receiving, files.stages[0].sending)
         try:
-            self._parts = RankParts(spec, 0, files.stages[0])
-            barriers = [
-                self._parts.barrier_of_all,
-                *(Barrier(SharedMemory(stage.stage.control), spec.tensor_parallel) for stage in files.stages),
-            ]
-
-            def abort() -> None:
-                for barrier in barriers:
-                    barrier.abort()
-                files.cut_ring()
-
-            self.followers = start_ranks(spec, files, abort)
+            self._parts = _RankParts(spec, 0, self._files)
+            self.followers = start_ranks(spec, self._files, self._parts.barrier.abort)
         except BaseException:
-            self._ring.close()
-            files.close()
+            self._files.close()
             raise
 
     @property
-    def path(self) -> ComputePath:
-        """What computes beside this process, for operators."""
-        spec = self._spec
-        slow = f"they share {spec.num_threads} threads: give the node at least {spec.size} (--threads)"
-        threads = "+".join(str(spec.threads_of(rank)) for rank in range(spec.size))
-        stages = f" in {spec.pipeline_parallel} stages" if spec.pipeline_parallel > 1 else ""
-        return ComputePath(
-            "ranks",
-            f"{spec.size} processes{stages} with {threads} threads",
-            slow if spec.size > spec.num_threads else "",
-        )
+    def operations(self) -> Operations:
+        """The operations of this rank."""
+        return self._parts.operations
 
-    def transformer(self, model: LoadedModel) -> LeadingTransformer:
-        """This rank's part of the model, which all ranks load at the same time. Raises RankLost if one does not."""
-        return LeadingTransformer(model, self._spec, self._parts, self._ring, self.followers)
+    def exchange(self, own: StageReport) -> list[StageReport]:
+        """The reports of all stages, which the other ranks get, too."""
+        reports = self._stages.exchange(own)
+        self._parts.slot.write_reports(reports)
+        self._parts.barrier.wait(BarrierTag.REPORTS)
+        # All have read them before a step is written in their place.
+        self._parts.barrier.wait(BarrierTag.DONE)
+        return reports
+
+    @contextmanager
+    def computing(self, micro: MicroBatch, received: torch.Tensor | None) -> Iterator[None]:
+        """Let the other ranks compute what the body computes; if it fails, all are lost. Raises RankLost.
+
+        `received`: the rows [T, hidden size] of the stage before.
+        """
+        parts = self._parts
+        try:
+            parts.slot.write(micro, received)
+            parts.barrier.wait(BarrierTag.STEP)
+            yield
+            parts.barrier.wait(BarrierTag.DONE)
+            parts.ranks.trim()
+        except BaseException as error:
+            # The other ranks are in the middle of the step, and would take the next one's numbers for this one's.
+            self.followers.lose(f"the first rank failed in a step: {error!r}")
+            if isinstance(error, Exception):
+                raise RankLost(f"the step can't be computed: {self.followers.why_lost or repr(error)}") from error
+            raise
 
     @property
     def remote_parts(self) -> Sequence[RemotePart]:
@@ -169,25 +143,67 @@ class FirstRank:
         if not self._is_closed:
             self._is_closed = True
             self.end_ranks()
-            self._ring.close()
             self._files.close()
 
 
-class FollowingRank:
-    """One rank behind the first. `load`, then `follow`, in one thread."""
+class LeadingTransformer(Transformer):
+    """A stage's part of the model in the process that leads the stage, and the KV cache of all its ranks."""
 
-    def __init__(self, spec: RankSpec, rank: int, files: RankFiles) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        operations: Operations,
+        spec: StageSpec,
+        stages: Stages,
+        first_rank: FirstRank | None = None,
+    ) -> None:
+        """`first_rank`: leads the stage's other ranks, whose view of the stages is `stages`; None: there are none.
+
+        Raises RankLost if another rank or stage does not load its part at the same time.
+        """
+        self._first_rank = first_rank
+        operations = operations if first_rank is None else first_rank.operations
+        try:
+            super().__init__(model, operations, spec.block_size, spec.cache, spec.torch_threads, first_rank or stages)
+        except RankLost as error:
+            why_lost = "" if first_rank is None else first_rank.followers.why_lost
+            raise RankLost(why_lost or str(error)) from error
+
+    def _compute(
+        self,
+        batch: FlatBatch,
+        logits_rows: npt.NDArray[np.int64],
+        sampling: bool,
+        received: torch.Tensor | None = None,
+        num_logits: int | None = None,
+    ) -> ModelOutput:
+        if self._first_rank is None:
+            return super()._compute(batch, logits_rows, sampling, received, num_logits)
+        # All ranks compute the logits of all rows that are wanted: the others are not told of fewer.
+        with self._first_rank.computing(MicroBatch(batch, None if sampling else logits_rows), received):
+            return super()._compute(batch, logits_rows, sampling, received)
+
+
+class FollowingRank:
+    """One rank behind the first one of its stage. `load`, then `follow`, in one thread."""
+
+    def __init__(self, spec: StageSpec, rank: int, files: SharedFiles) -> None:
+        self.stage = spec.stage
         self._spec = spec
-        self._parts = RankParts(spec, rank, files)
-        # One rank of each stage behind the first is told of micro-batches, and the others wait for it.
-        leads = not self._parts.stage.is_first and self._parts.shard.rank == 0
-        self._ring = StageRing(files.receiving, files.sending) if leads else None
+        self._parts = _RankParts(spec, rank, files)
         self._model: LoadedModel | None = None
+
+    def exchange(self, own: StageReport) -> list[StageReport]:
+        """The reports of all stages, from the first rank."""
+        self._parts.barrier.wait(BarrierTag.REPORTS)
+        reports = self._parts.slot.read_reports()
+        self._parts.barrier.wait(BarrierTag.DONE)
+        return reports
 
     def load(self) -> None:
         """Read the model's configuration, and map its weights. Raises ConfigError."""
         spec = self._spec
-        prepare(spec.least_threads)
+        prepare(spec.torch_threads)
         how = WeightSpec(spec.dtype, spec.quantization, spec.dequantize, in_parts=True)
         self._model = load_model_for(self._parts.operations, Path(spec.model_dir), how, CPU)
 
@@ -199,23 +215,14 @@ class FollowingRank:
         if self._model is None:
             raise RuntimeError("the model is not loaded")
         spec, parts = self._spec, self._parts
-        transformer = Transformer(
-            self._model, parts.operations, spec.block_size, spec.cache, spec.least_threads, parts.stages
-        )
+        transformer = Transformer(self._model, parts.operations, spec.block_size, spec.cache, spec.torch_threads, self)
         self._model = None
         on_loaded()
         while True:
-            if self._ring is not None:
-                self._ring.receive()
-            slot = parts.slots.next()
-            parts.ranks.barrier.wait(BarrierTag.STEP)
-            compute_part(transformer, parts.shard, slot, slot.read())
-            parts.ranks.barrier.wait(BarrierTag.DONE)
-            if self._ring is not None:
-                parts.ranks.trim()
-                self._ring.send()
-
-    def close(self) -> None:
-        """Close the rank's ends of the ring."""
-        if self._ring is not None:
-            self._ring.close()
+            parts.barrier.wait(BarrierTag.STEP)
+            micro = parts.slot.read()
+            received = None
+            if not self.stage.is_first:
+                received = parts.slot.received(micro.batch.token_ids.size, transformer.width, transformer.dtype)
+            transformer.compute_stage(micro.batch, micro.logits_rows, received)
+            parts.barrier.wait(BarrierTag.DONE)

@@ -1,4 +1,4 @@
-"""The processes of the ranks behind the first one: started, watched and ended by the process of the first rank.
+"""The processes of the ranks behind the first one of a stage: started, watched and ended by the first one's process.
 
 A rank that ends, or sends no heartbeat for a while, can't be replaced: its part of the KV cache is lost with it.
 Then the group is lost: all waiting ends with RankLost, the other processes are killed, and whoever asked is told. A
@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 
 from baton.processes.ends import how_it_ended
 from baton.processes.fork_server import ForkedProcess, start_process
-from baton.runner.ranks.group_files import GroupFiles, RankFiles
-from baton.runner.ranks.rank_spec import INTERVAL_S, LOADED, LOADING, RankSpec
+from baton.runner.backends.ranks.host_ranks import SharedFiles
+from baton.runner.ranks.heartbeats import INTERVAL_S, LOADED, LOADING
+from baton.runner.stage_spec import StageSpec
 
 RANK_PROGRAM = "baton.runner.ranks.rank_process"
 _MISSED_HEARTBEATS = 10
@@ -39,6 +40,7 @@ _log = logging.getLogger(__name__)
 @dataclass(slots=True, eq=False)
 class _Process:
     rank: int
+    """Its number among the ranks of all stages."""
     process: subprocess.Popen[bytes] | ForkedProcess
     channel: socket.socket
     heartbeats_left: int = _LOADING_HEARTBEATS
@@ -47,15 +49,15 @@ class _Process:
 
 
 class RankGroup:
-    """The ranks behind the first one. It ends them when it is closed or no longer referenced."""
+    """The ranks of a stage behind the first one. It ends them when it is closed or no longer referenced."""
 
-    def __init__(self, spec: RankSpec, files: GroupFiles, abort: Callable[[], None]) -> None:
+    def __init__(self, spec: StageSpec, files: SharedFiles, abort: Callable[[], None]) -> None:
         """Start the processes; `abort` makes all ranks that wait for others end."""
         self._watch = _Watch(abort)
         self._finalizer = weakref.finalize(self, self._watch.close)
         try:
-            for rank in range(1, spec.size):
-                self._watch.processes.append(_start(spec, rank, files.stages[spec.stage_of(rank).index]))
+            for rank in range(1, spec.tensor_parallel):
+                self._watch.processes.append(_start(spec, rank, files))
         except BaseException:
             self.close()
             raise
@@ -182,7 +184,7 @@ def _end_of(one: _Process) -> str:
     return f"{name} {how_it_ended(code)}" + (f": {words}" if words else "")
 
 
-def _start(spec: RankSpec, rank: int, files: RankFiles) -> _Process:
+def _start(spec: StageSpec, rank: int, files: SharedFiles) -> _Process:
     ours, theirs = socket.socketpair()
     try:
         descriptors = ",".join(map(str, files.descriptors))
@@ -193,4 +195,4 @@ def _start(spec: RankSpec, rank: int, files: RankFiles) -> _Process:
         raise
     finally:
         theirs.close()
-    return _Process(rank, process, ours)
+    return _Process(spec.number_of(rank), process, ours)

@@ -11,7 +11,8 @@ import sys
 
 from baton.errors import BatonError
 from baton.runner.lean_imports import import_transformers, rare_collections
-from baton.runner.ranks.rank_spec import Heartbeats, RankSpec
+from baton.runner.ranks.heartbeats import Heartbeats
+from baton.runner.stage_spec import StageSpec
 
 _FAULT = 1
 
@@ -28,12 +29,12 @@ def main(arguments: list[str]) -> int:
     with rare_collections():
         import_transformers()
         from baton.runner.backends.cpu.kernels.errors import RankLost
-        from baton.runner.ranks.group_files import RankFiles
+        from baton.runner.backends.ranks.host_ranks import SharedFiles
         from baton.runner.ranks.rank import FollowingRank
 
-    files = RankFiles.of([int(one) for one in descriptors.split(",")])
+    files = SharedFiles.of([int(descriptor) for descriptor in descriptors.split(",")])
     try:
-        follower = FollowingRank(RankSpec.from_json(spec), int(rank), files)
+        follower = FollowingRank(StageSpec.from_json(spec), int(rank), files)
         with rare_collections():
             follower.load()
         follower.follow(heartbeats.loaded)

@@ -46,7 +46,7 @@ class FrameKind(enum.IntEnum):
     REPORTS = 3
     """To a stage: those of all stages."""
     READY = 4
-    """From a stage: its model is loaded (`StageReady`)."""
+    """From a stage: its model is loaded; the process ids of its ranks."""
     FAILED = 5
     """From a stage: why it can't go on; it ends."""
     ROWS_PER_CALL = 6

@@ -1,7 +1,7 @@
-"""The leader's side of stages with KV caches of their own: their connections, watched until one is lost.
+"""The leader's side of a model in stages: the connections to the others, watched until one is lost.
 
-The node's own process leads. It has the last stage, so that logits are where tokens are sampled. The other stages'
-processes are the ranks from 1 on, in their order.
+The node's own process leads. It is the first rank of the last stage, so that logits are where tokens are sampled. The
+ranks of the other stages follow those of the last one, stage by stage.
 
 A stage that ends or falls silent can't be replaced: its layers of the KV cache are lost with it. Then all stages are
 lost: all waiting ends with RankLost, the connections are cut, at which the other stages end, and whoever asked is told.
@@ -26,8 +26,9 @@ from baton.errors import ConfigError
 from baton.messages.node_report import ComputePath, RankReport
 from baton.observe.rank_reports import rank_report
 from baton.runner.backends.cpu.kernels.errors import RankLost
-from baton.runner.model.stage import StageReport
+from baton.runner.model.stage import StageReport, reports_to_json
 from baton.runner.parts import Stage
+from baton.runner.ranks.rank_leader import RankLeader
 from baton.runner.remote_stages.frames import (
     IDLE_HEARTBEATS,
     MISSED_HEARTBEATS,
@@ -38,7 +39,8 @@ from baton.runner.remote_stages.frames import (
     StageLinks,
     cut,
 )
-from baton.runner.remote_stages.stage_spec import StageSpec, StepCopies, figures_from_json
+from baton.runner.remote_stages.stage_messages import StepCopies, figures_from_json
+from baton.runner.stage_spec import StageSpec
 
 _MOST_TEXT = 4096
 _SAID_ITSELF = "has failed"
@@ -70,7 +72,9 @@ class StageProcess(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _OtherStage:
+    index: int
     rank: int
+    """The number of its first rank."""
     links: StageLinks
     writer: FrameWriter
     reader: FrameReader
@@ -78,25 +82,24 @@ class _OtherStage:
     answers: queue.SimpleQueue[Frame | None] = field(default_factory=queue.SimpleQueue)
     """Its answers to what it was told; None: it is lost."""
     thread: threading.Thread | None = None
+    pids: Sequence[int] = ()
+    """The processes of its ranks, once it is ready."""
     figures: RankReport | None = None
     """What it said last of its process."""
     num_rows_owed: int = 0
     """For how many micro-batches it owes rows."""
 
-    @property
-    def index(self) -> int:
-        """Index of its stage."""
-        return self.rank - 1
-
 
 class StageLeader:
-    """The other stages of a model, in the hands of the last one until `close`."""
+    """The other stages of a model, in the hands of the last one until `close`. It is the last one's view of all, too
+    (`Stages`)."""
 
-    has_own_cache = True
-
-    def __init__(self, links: Sequence[StageLinks], processes: Sequence[StageProcess] = ()) -> None:
+    def __init__(
+        self, links: Sequence[StageLinks], processes: Sequence[StageProcess] = (), tensor_parallel: int = 1
+    ) -> None:
         """`links`: this end of the connections to the other stages, in order; it closes them. `processes`: those of
-        the other stages, in order, if this process has started them; it ends them."""
+        the other stages, in order, if this process has started them; it ends them. `tensor_parallel`: how many ranks
+        each stage has."""
         self.stage = Stage(len(links), len(links) + 1)
         self.why_lost = ""
         self._rows: deque[bytearray] = deque()
@@ -106,18 +109,22 @@ class StageLeader:
         self._is_closing = False
         self._are_copying = False
         self._layers: Sequence[range] = ()
+        self._own_ranks: RankLeader | None = None
+        """Leads the other ranks of the last stage."""
         self._news, self._news_end = socket.socketpair()
         """Can be read while there are rows, one byte for each, and once the stages are lost."""
         self._others = [
             _OtherStage(
+                index,
                 rank,
                 each,
                 # Whoever reads from the stage finds out why it is lost.
                 FrameWriter(each.down, f"to-rank-{rank}", lambda _why, up=each.up: cut(up)),  # type: ignore[misc]
                 FrameReader(each.up),
-                processes[rank - 1] if processes else None,
+                processes[index] if processes else None,
             )
-            for rank, each in enumerate(links, 1)
+            for index, each in enumerate(links)
+            for rank in [(index + 1) * tensor_parallel]
         ]
         for other in self._others:
             name = f"baton-from-rank-{other.rank}"
@@ -126,10 +133,16 @@ class StageLeader:
 
     # What a model that is being loaded needs.
 
-    def load(self, spec: StageSpec) -> None:
-        """Make the other stages load their parts of a model; `spec` is the leader's."""
+    def load(self, spec: StageSpec, own_ranks: RankLeader | None) -> None:
+        """Make the other stages load their parts of a model; `spec` is the leader's.
+
+        `own_ranks`: the other ranks of the last stage, which end with the stages, and the stages with them.
+        """
+        self._own_ranks = own_ranks
+        if own_ranks is not None:
+            own_ranks.followers.on_lost(self.lose)
         for other in self._others:
-            other.writer.send(FrameKind.SPEC, replace(spec, index=other.index).to_json())
+            other.writer.send(FrameKind.SPEC, replace(spec, index=other.index).to_json().encode())
 
     def exchange(self, own: StageReport) -> list[StageReport]:
         reports = []
@@ -140,14 +153,15 @@ class StageLeader:
             except ValueError as error:
                 raise RankLost(self._lost_by(other, str(error))) from error
         reports.append(own)
-        text = json.dumps([json.loads(report.to_json()) for report in reports]).encode()
-        self.send_all(FrameKind.REPORTS, text)
+        self.send_all(FrameKind.REPORTS, reports_to_json(reports))
         return reports
 
     def wait_until_ready(self, num_layers: int) -> None:
         """Wait until all stages have loaded their parts. Raises RankLost."""
         for other in self._others:
-            self._answer(other, FrameKind.READY)
+            ready = self._answer(other, FrameKind.READY)
+            if other.process is not None:
+                other.pids = json.loads(ready.payload)
             other.reader.silence_allowed = IDLE_HEARTBEATS
         self._layers = [Stage(index, self.stage.count).layers(num_layers) for index in range(self.stage.count)]
 
@@ -234,15 +248,14 @@ class StageLeader:
         return [other.process.pid for other in self._others if other.process is not None]
 
     def rank_reports(self) -> Sequence[RankReport]:
-        """Reports on this process and those of the other stages, as each has said last."""
-        others = [
-            rank_report(other.rank, other.process.pid)
-            if other.process is not None
-            else other.figures or RankReport(other.rank, 0, is_up=False, host=other.links.host)
-            for other in self._others
-        ]
+        """Reports on this process and the others, of those on other hosts as each has said last."""
+        own = [] if self._own_ranks is None else self._own_ranks.rank_reports()
+        others = [report for other in self._others for report in _reports_of(other)]
         is_lost = bool(self.why_lost)
-        return [rank_report(0, os.getpid()), *(replace(one, is_up=one.is_up and not is_lost) for one in others)]
+        return [
+            *(own or [rank_report(0, os.getpid())]),
+            *(replace(report, is_up=report.is_up and not is_lost) for report in others),
+        ]
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
         with self._lock:
@@ -261,6 +274,8 @@ class StageLeader:
         for other in self._others:
             if other.process is not None:
                 other.process.kill()
+        if self._own_ranks is not None:
+            self._own_ranks.followers.lose(reason)
         if callback is not None:
             callback(reason)
 
@@ -269,6 +284,8 @@ class StageLeader:
         with self._lock:
             self._is_closing = True
         self._cut()
+        if self._own_ranks is not None:
+            self._own_ranks.end_ranks()
         for other in self._others:
             if other.process is not None:
                 other.process.end()
@@ -281,6 +298,8 @@ class StageLeader:
             if other.thread is not None and other.thread is not threading.current_thread():
                 other.thread.join()
             other.links.close()
+        if self._own_ranks is not None:
+            self._own_ranks.close()
         self._news.close()
         self._news_end.close()
 
@@ -303,7 +322,7 @@ class StageLeader:
         return self.why_lost
 
     def _listen(self, other: _OtherStage) -> None:
-        next_stage = self._others[other.rank] if other.rank < len(self._others) else None
+        next_stage = self._others[other.index + 1] if other.index + 1 < len(self._others) else None
         try:
             while True:
                 frame = other.reader.read()
@@ -334,6 +353,12 @@ class StageLeader:
                 raise RankLost("sent rows that belong to no micro-batch")
             if not other.num_rows_owed:
                 other.reader.silence_allowed = IDLE_HEARTBEATS
+
+
+def _reports_of(other: _OtherStage) -> list[RankReport]:
+    if other.process is not None:
+        return [rank_report(other.rank + place, pid) for place, pid in enumerate(other.pids or [other.process.pid])]
+    return [other.figures or RankReport(other.rank, 0, is_up=False, host=other.links.host)]
 
 
 def _who_and_why(other: _OtherStage, why: str) -> str:

@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,21 +15,23 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.engine.runner import KVMemory
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError, ConfigError, EngineFault
 from baton.observe.rank_reports import rank_report
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError, RankLost
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.blocks.host_blocks import host_blocks_in
-from baton.runner.model.stage import StageReport
+from baton.runner.model.stage import StageReport, reports_from_json
 from baton.runner.model.stored.weight import UnusableWeight
-from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import load_model_for
 from baton.runner.ranks.micro_batch import MicroBatch, bytes_of, read_numbers, tensor_of
+from baton.runner.ranks.rank import FirstRank, LeadingTransformer, StartRanks
+from baton.runner.ranks.rank_group import RankGroup
 from baton.runner.remote_stages.frames import Frame, FrameKind, FrameReader, FrameWriter, StageLinks
-from baton.runner.remote_stages.stage_spec import StageSpec, StepCopies, figures_to_json
+from baton.runner.remote_stages.stage_messages import StepCopies, figures_to_json
 from baton.runner.shared_by_loaders import numerics_of, prepare
 from baton.runner.spec import WeightSpec
+from baton.runner.stage_spec import StageSpec
 
 _MOST_FRAMES = 64
 """The most frames that wait for being computed."""
@@ -36,9 +39,8 @@ _FIGURES_EVERY_S = 5.0
 
 
 class StageWorker:
-    """One stage, which is not the last. `load`, then `follow`, in one thread."""
-
-    has_own_cache = True
+    """One stage, which is not the last: its first rank. `load`, then `follow`, in one thread. It is the stage's view of
+    all stages, too (`Stages`)."""
 
     def __init__(
         self,
@@ -47,8 +49,10 @@ class StageWorker:
         num_threads: int,
         device: str,
         on_lost_while_loading: Callable[[str], None] = lambda _why: None,
+        start_ranks: StartRanks = RankGroup,
     ) -> None:
         """`links`: this end of the connections; the caller closes them. `model_dir`: this stage's copy of the model.
+        `num_threads`: of all ranks of this stage together. `start_ranks`: starts those behind the first one.
 
         `on_lost_while_loading` is called with the reason, in a thread of its own, when the leader is gone while the
         model is loaded, which may go on for minutes: a process ends itself then.
@@ -60,6 +64,8 @@ class StageWorker:
         self._model_dir = model_dir
         self._num_threads = num_threads
         self._device = device
+        self._start_ranks = start_ranks
+        self._first_rank: FirstRank | None = None
         self._reader = FrameReader(links.down)
         # A leader that is gone ends the connection; its interpreter may be busy for long.
         self._reader.silence_allowed = None
@@ -68,7 +74,7 @@ class StageWorker:
         """What has arrived. It arrives while the stage computes, too."""
         self._ended = threading.Event()
         threading.Thread(target=self._listen, name="baton-from-leader", daemon=True).start()
-        self._transformer: Transformer
+        self._transformer: LeadingTransformer
 
     def load(self) -> None:
         """Load what the leader asks for. Raises RankLost, and ConfigError, which the leader is told."""
@@ -76,7 +82,8 @@ class StageWorker:
         if frame.kind is not FrameKind.SPEC:
             raise RankLost(f"the leader sent {frame.kind.name}, and not what to load")
         try:
-            self._load(StageSpec.from_json(frame.payload))
+            spec = StageSpec.from_json(frame.payload)
+            self._load(replace(spec, model_dir=str(self._model_dir), num_threads=self._num_threads))
         except (BatonError, ValueError) as error:
             if isinstance(error, RankLost):
                 raise
@@ -95,17 +102,24 @@ class StageWorker:
                 f"the model in {self._model_dir} has the fingerprint {loaded.fingerprint}, and the leader's "
                 f"{spec.fingerprint}: give all hosts the same files"
             )
+        if spec.tensor_parallel > 1:
+            self._first_rank = FirstRank(spec, self, self._start_ranks)
         try:
-            self._transformer = Transformer(
-                loaded, self._operations, spec.block_size, spec.cache, spec.torch_threads, self
-            )
+            self._transformer = LeadingTransformer(loaded, self._operations, spec, self, self._first_rank)
         except (UnusableWeight, KernelArgumentError) as error:
             raise ConfigError(f"the model in {self._model_dir} can't be used: {error}") from error
-        host_blocks = host_blocks_in(spec.host_cache_bytes, self._transformer.largest_block_bytes)
+        except RankLost as error:
+            if self._why_ranks_lost:
+                raise ConfigError(self._why_ranks_lost) from error
+            raise
+        if self._first_rank is not None:
+            self._first_rank.followers.on_lost(self._ranks_lost)
+        host_blocks = host_blocks_in(spec.host_cache_bytes, self._transformer.counted_block_bytes)
         self._host = self._transformer.host_blocks(host_blocks)
         self._numerics = partial(numerics_of, loaded.weights.treatment, self._operations, self._transformer.layout)
         self._is_ready = True
-        self._writer.send(FrameKind.READY)
+        followers = () if self._first_rank is None else self._first_rank.followers.pids
+        self._writer.send(FrameKind.READY, json.dumps([os.getpid(), *followers]).encode())
         threading.Thread(target=self._tell_figures, name="baton-stage-figures", daemon=True).start()
 
     def exchange(self, own: StageReport) -> list[StageReport]:
@@ -113,7 +127,7 @@ class StageWorker:
         frame = self._next()
         if frame.kind is not FrameKind.REPORTS:
             raise RankLost(f"the leader sent {frame.kind.name} while the model was loading")
-        return [StageReport.from_json(json.dumps(report).encode()) for report in json.loads(frame.payload)]
+        return reports_from_json(frame.payload)
 
     @property
     def memory(self) -> KVMemory:
@@ -155,17 +169,31 @@ class StageWorker:
         self.links.cut()
 
     def close(self) -> None:
-        """Send what was said, and cut the connections; idempotent."""
+        """Send what was said, cut the connections, and end the other ranks; idempotent."""
         self._ended.set()
         self.stop()
+        if self._first_rank is not None:
+            self._first_rank.close()
 
     def _compute(self, micro: MicroBatch, payload: bytearray | None) -> None:
         transformer, received = self._transformer, None
         if payload is not None:
             rows = tensor_of(payload, transformer.dtype, micro.batch.token_ids.size, transformer.width)
             received = rows.to(transformer.device)
-        out = transformer.compute_stage(micro.batch, micro.logits_rows, received, wants_hidden=False)
+        try:
+            out = transformer.compute_stage(micro.batch, micro.logits_rows, received, wants_hidden=False)
+        except RankLost as error:
+            # The leader is there, and is told.
+            raise EngineFault(str(error)) from error
         self._writer.send(FrameKind.ROWS, bytes_of(out.hidden))
+
+    @property
+    def _why_ranks_lost(self) -> str:
+        return "" if self._first_rank is None else self._first_rank.followers.why_lost
+
+    def _ranks_lost(self, why: str) -> None:
+        self.fail(why)
+        self.stop()
 
     def _copy(self, copies: StepCopies) -> None:
         self._host.execute(copies)

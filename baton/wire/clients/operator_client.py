@@ -18,7 +18,7 @@ from baton.messages.operator import (
     Timeline,
 )
 from baton.security.access import Access, default_access
-from baton.v1 import operator_pb2 as operator
+from baton.v1 import operator_pb2 as pb
 from baton.v1 import operator_pb2_grpc
 from baton.wire import status
 from baton.wire.codec.operator import (
@@ -45,16 +45,16 @@ class OperatorClient:
 
     def status(self, timeout_s: float = 5.0) -> ClusterStatus:
         """The cluster as the router sees it."""
-        return CLUSTER_STATUS.from_pb(self._call(self._stub.GetStatus, operator.GetStatusRequest(), timeout_s))
+        return CLUSTER_STATUS.from_pb(self._call(self._stub.GetStatus, pb.GetStatusRequest(), timeout_s))
 
     def explain(self, request_id: str, timeout_s: float = 5.0) -> Sequence[PlacementDecision]:
         """The placement decision of each attempt of a request. Raises RequestNotFound."""
-        response = self._call(self._stub.Explain, operator.ExplainRequest(request_id=request_id), timeout_s)
+        response = self._call(self._stub.Explain, pb.ExplainRequest(request_id=request_id), timeout_s)
         return [PLACEMENT_DECISION.from_pb(decision) for decision in response.decisions]
 
     def timeline(self, request_id: str, timeout_s: float = 5.0) -> Timeline:
         """The stages of a finished request with their durations. Raises RequestNotFound."""
-        response = self._call(self._stub.GetTimeline, operator.GetTimelineRequest(request_id=request_id), timeout_s)
+        response = self._call(self._stub.GetTimeline, pb.GetTimelineRequest(request_id=request_id), timeout_s)
         return TIMELINE.from_pb(response.timeline)
 
     def requests(self, limit: int = 100, request_id: str = "", timeout_s: float = 5.0) -> Sequence[RequestRow]:
@@ -62,7 +62,7 @@ class OperatorClient:
 
         `limit` 0: all running requests and no finished ones. `request_id`: this request alone, if the router knows it.
         """
-        request = operator.ListRequestsRequest(limit=limit, request_id=request_id)
+        request = pb.ListRequestsRequest(limit=limit, request_id=request_id)
         return [REQUEST_ROW.from_pb(row) for row in self._call(self._stub.ListRequests, request, timeout_s).requests]
 
     def cordon(self, names: Sequence[str], timeout_s: float = 5.0) -> str:
@@ -70,15 +70,15 @@ class OperatorClient:
 
         Raises NodeNotFound, InvalidRequest, and Unreachable if the registry can't store it, when nothing changes.
         """
-        return str(self._call(self._stub.CordonNodes, operator.CordonNodesRequest(nodes=names), timeout_s).warning)
+        return str(self._call(self._stub.CordonNodes, pb.CordonNodesRequest(nodes=names), timeout_s).warning)
 
     def uncordon(self, names: Sequence[str], timeout_s: float = 5.0) -> None:
         """Give these nodes requests again. Raises as `cordon`."""
-        self._call(self._stub.UncordonNodes, operator.UncordonNodesRequest(nodes=names), timeout_s)
+        self._call(self._stub.UncordonNodes, pb.UncordonNodesRequest(nodes=names), timeout_s)
 
     def set_role(self, name: str, role: str, timeout_s: float = 5.0) -> RoleSet:
         """Make the node a `prefill` or `decode` node as soon as its running work is done. Raises as `cordon`."""
-        response = self._call(self._stub.SetNodeRole, operator.SetNodeRoleRequest(node=name, role=role), timeout_s)
+        response = self._call(self._stub.SetNodeRole, pb.SetNodeRoleRequest(node=name, role=role), timeout_s)
         return RoleSet(response.unchanged, response.warning)
 
     def reset_cache(self, name: str, timeout_s: float = 6.0) -> int:
@@ -86,9 +86,7 @@ class OperatorClient:
 
         Raises CacheInUse while any block there is in use, NodeNotFound, InvalidRequest.
         """
-        return int(
-            self._call(self._stub.ResetNodeCache, operator.ResetNodeCacheRequest(node=name), timeout_s).num_blocks
-        )
+        return int(self._call(self._stub.ResetNodeCache, pb.ResetNodeCacheRequest(node=name), timeout_s).num_blocks)
 
     def load_adapter(
         self, name: str, directory: str, *, replaces: bool = False, timeout_s: float = 90.0
@@ -98,16 +96,16 @@ class OperatorClient:
         Raises InvalidRequest for a bad or taken name, AdapterRefused if no node takes the adapter or nodes find
         different ones, UnsupportedRequest, Overloaded.
         """
-        request = operator.LoadAdapterRequest(name=name, directory=directory, replaces=replaces)
+        request = pb.LoadAdapterRequest(name=name, directory=directory, replaces=replaces)
         return LOADED_ADAPTER.from_pb(self._call(self._stub.LoadAdapter, request, timeout_s))
 
     def unload_adapter(self, name: str, timeout_s: float = 5.0) -> None:
         """Take an adapter's name away; running requests keep it. Raises UnknownModel."""
-        self._call(self._stub.UnloadAdapter, operator.UnloadAdapterRequest(name=name), timeout_s)
+        self._call(self._stub.UnloadAdapter, pb.UnloadAdapterRequest(name=name), timeout_s)
 
     def adapters(self, timeout_s: float = 5.0) -> Sequence[AdapterRow]:
         """All adapters by name, and what the router's nodes say of them."""
-        response = self._call(self._stub.ListAdapters, operator.ListAdaptersRequest(), timeout_s)
+        response = self._call(self._stub.ListAdapters, pb.ListAdaptersRequest(), timeout_s)
         return [ADAPTER_ROW.from_pb(row) for row in response.adapters]
 
     def drain(self, name: str, *, stop: bool = False, timeout_s: float | None = None) -> Iterator[DrainProgress]:
@@ -115,13 +113,13 @@ class OperatorClient:
 
         Raises as `cordon`, and DeadlineExceeded after `timeout_s`, when the node stays cordoned.
         """
-        request = operator.DrainNodeRequest(node=name, stop=stop)
+        request = pb.DrainNodeRequest(node=name, stop=stop)
         for response in self._stream(self._stub.DrainNode, request, timeout_s):
             yield DRAIN_PROGRESS.from_pb(response)
 
     def events(self, after: int = 0, *, follow: bool = False, timeout_s: float | None = None) -> Iterator[ClusterEvent]:
         """The cluster's events as this router saw them, the oldest first. `follow`: also those to come."""
-        request = operator.WatchEventsRequest(after=after, follow=follow)
+        request = pb.WatchEventsRequest(after=after, follow=follow)
         for response in self._stream(self._stub.WatchEvents, request, timeout_s):
             yield CLUSTER_EVENT.from_pb(response.event)
 

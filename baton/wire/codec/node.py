@@ -214,6 +214,14 @@ def report_to_pb(report: StepReport) -> node.StepReport:
     )
 
 
+def _field_and_reason(pb: node.RequestDelta) -> tuple[str, str]:
+    """The field that a refusal is about, and its reason. Nodes of earlier versions say the field in the error alone."""
+    if field := pb.error_field:
+        return field, pb.error.removeprefix(f"{field}: ")
+    field, _, reason = pb.error.partition(": ")
+    return field, reason
+
+
 def _delta_from_pb(pb: node.RequestDelta) -> RequestDelta:
     """The delta in a message. Fields that are not set are not read, to be fast: there is a delta for each token."""
     token_ids, logprobs = list(pb.token_ids), pb.logprobs
@@ -229,9 +237,7 @@ def _delta_from_pb(pb: node.RequestDelta) -> RequestDelta:
         delta.stop_token_id = pb.stop_token_id if pb.HasField("stop_token_id") else None
         delta.error = pb.error
         if delta.outcome is Outcome.INVALID:
-            # Nodes of earlier versions say the field in the error alone.
-            delta.error_field = pb.error_field or pb.error.partition(": ")[0]
-            delta.error = pb.error.removeprefix(f"{delta.error_field}: ")
+            delta.error_field, delta.error = _field_and_reason(pb)
         delta.transfer_cause = transfer_cause_from_pb(pb.transfer_cause)
         delta.embedding = pb.embedding
         delta.takeover = pb.takeover

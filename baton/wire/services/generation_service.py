@@ -39,7 +39,7 @@ from baton.messages.request_limits import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOKEN_IDS,
 )
-from baton.v1 import generation_pb2 as generation
+from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 from baton.wire.codec.generation import (
     EMBED_RESPONSE,
@@ -125,9 +125,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     def add_to_server(self, server: grpc.aio.Server) -> None:
         generation_pb2_grpc.add_GenerationServicer_to_server(self, server)
 
-    async def Generate(
-        self, request: generation.GenerateRequest, context: _Context
-    ) -> AsyncIterator[generation.GenerateResponse]:
+    async def Generate(self, request: pb.GenerateRequest, context: _Context) -> AsyncIterator[pb.GenerateResponse]:
         _check_counts(request)
         _check_message(request, self._checked_rows_bytes(request))
         stream = _ResponseStream(request.request_id, context)
@@ -140,7 +138,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
                 async for event in events:
                     yield await stream.response(event)
 
-    def _checked_rows_bytes(self, request: generation.GenerateRequest) -> int:
+    def _checked_rows_bytes(self, request: pb.GenerateRequest) -> int:
         """The size of a request's rows, images or audio, which have bounds of their own. Raises InvalidRequest."""
         if request.audio:
             if len(request.audio) > MAX_AUDIO_BYTES:
@@ -160,9 +158,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             raise InvalidRequest("prompt_embeds", f"has {num_bytes} bytes; at most {most} are taken here")
         return num_bytes if most else 0
 
-    async def Resume(
-        self, request: generation.ResumeRequest, context: _Context
-    ) -> AsyncIterator[generation.GenerateResponse]:
+    async def Resume(self, request: pb.ResumeRequest, context: _Context) -> AsyncIterator[pb.GenerateResponse]:
         check_count("next_token_index", request.next_token_index, MAX_SEQUENCES)
         _check_message(request)
         stream, positions = _ResponseStream(request.request_id, context), list(request.next_token_index)
@@ -174,26 +170,24 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
                 async for event in events:
                     yield await stream.response(event)
 
-    async def Cancel(self, request: generation.CancelRequest, context: _Context) -> generation.CancelResponse:
+    async def Cancel(self, request: pb.CancelRequest, context: _Context) -> pb.CancelResponse:
         _check_message(request)
         await self._handler.cancel(request.request_id)
-        return generation.CancelResponse()
+        return pb.CancelResponse()
 
-    async def Tokenize(self, request: generation.TokenizeRequest, context: _Context) -> generation.TokenizeResponse:
+    async def Tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
         _check_message(request)
         token_ids = await self._handler.tokenize(request.model, request.text)
         check_count("text", token_ids, MAX_TOKEN_IDS, "tokens")
-        return generation.TokenizeResponse(token_ids=token_ids)
+        return pb.TokenizeResponse(token_ids=token_ids)
 
-    async def Detokenize(
-        self, request: generation.DetokenizeRequest, context: _Context
-    ) -> generation.DetokenizeResponse:
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
         check_count("token_ids", request.token_ids, MAX_TOKEN_IDS)
         _check_message(request)
         text = await self._handler.detokenize(request.model, list(request.token_ids))
-        return generation.DetokenizeResponse(text=text)
+        return pb.DetokenizeResponse(text=text)
 
-    async def Embed(self, request: generation.EmbedRequest, context: _Context) -> generation.EmbedResponse:
+    async def Embed(self, request: pb.EmbedRequest, context: _Context) -> pb.EmbedResponse:
         check_count("inputs", request.inputs, MAX_INPUTS)
         for index, item in enumerate(request.inputs):
             check_count(f"inputs[{index}]", item.token_ids.ids, MAX_TOKEN_IDS)
@@ -207,12 +201,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         # A million numbers would hold the event loop for as long as a hundred tokens take.
         return await asyncio.to_thread(EMBED_RESPONSE.to_pb, response)
 
-    async def ListModels(
-        self, request: generation.ListModelsRequest, context: _Context
-    ) -> generation.ListModelsResponse:
+    async def ListModels(self, request: pb.ListModelsRequest, context: _Context) -> pb.ListModelsResponse:
         _check_message(request)
         cards = self._handler.list_models()
-        return generation.ListModelsResponse(models=[model_to_pb(card) for card in cards])
+        return pb.ListModelsResponse(models=[model_to_pb(card) for card in cards])
 
 
 class _ResponseStream:
@@ -237,7 +229,7 @@ class _ResponseStream:
         self._tokens_sent += len(chunk.token_ids)
         return True
 
-    async def response(self, event: GenerateEvent) -> generation.GenerateResponse:
+    async def response(self, event: GenerateEvent) -> pb.GenerateResponse:
         """The message of an event."""
         if isinstance(event, PromptLogprobs):
             # They are up to 2^18 numbers, which would hold the event loop for 0.3 s.
@@ -281,7 +273,7 @@ def _check_message(request: Message, num_row_bytes: int = 0) -> None:
         _refuse_unknown_fields(request, "")
 
 
-def _check_counts(request: generation.GenerateRequest) -> None:
+def _check_counts(request: pb.GenerateRequest) -> None:
     """Check the counts before anything is copied: a message of 1 MiB may hold half a million of some fields."""
     params = request.sampling_params
     check_count("prompt", request.token_ids.ids, MAX_TOKEN_IDS)

@@ -16,7 +16,7 @@ from baton.messages.node import NodeDescription, Role, RouterMessage, StepReport
 from baton.messages.node_report import NodeReport, TraceEvent, TraceStep
 from baton.model_formats.adapters import AdapterInfo
 from baton.observe.log_limit import LimitedLog
-from baton.v1 import node_pb2 as node
+from baton.v1 import node_pb2 as pb
 from baton.v1 import node_pb2_grpc
 from baton.wire.codec.node import (
     ADAPTER_INFO,
@@ -109,24 +109,24 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         node_pb2_grpc.add_NodeServicer_to_server(self, server)
 
     async def Attach(
-        self, requests: AsyncIterator[node.AttachRequest], context: _Context
-    ) -> AsyncIterator[node.AttachResponse]:
+        self, requests: AsyncIterator[pb.AttachRequest], context: _Context
+    ) -> AsyncIterator[pb.AttachResponse]:
         hello = await self._greet(requests)
         keeps = [attempt_from_pb(attempt) for attempt in hello.keeps]
         port = self._handler.open_port(hello.router_id, hello.router_incarnation, keeps)
         reader = asyncio.create_task(self._read(requests, port), name="attach-read")
         to_pb = ReportWriter().write if hello.takes_next_tokens else report_to_pb
         try:
-            yield node.AttachResponse(welcome=NODE_DESCRIPTION.to_pb(self._handler.describe()))
+            yield pb.AttachResponse(welcome=NODE_DESCRIPTION.to_pb(self._handler.describe()))
             async for report in port.reports():
-                yield node.AttachResponse(report=to_pb(report))
+                yield pb.AttachResponse(report=to_pb(report))
         finally:
             reader.cancel()
             port.close()
         if reader.done() and not reader.cancelled():
             reader.result()
 
-    async def _greet(self, requests: AsyncIterator[node.AttachRequest]) -> node.AttachHello:
+    async def _greet(self, requests: AsyncIterator[pb.AttachRequest]) -> pb.AttachHello:
         """Read the hello. Raises InvalidRequest, or ConfigError when the stream is for another incarnation."""
         first = await anext(requests, None)
         if first is None or first.WhichOneof("message") != "hello":
@@ -137,7 +137,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         return first.hello
 
     @staticmethod
-    async def _read(requests: AsyncIterator[node.AttachRequest], port: RouterPort) -> None:
+    async def _read(requests: AsyncIterator[pb.AttachRequest], port: RouterPort) -> None:
         """Pass the router's messages to the port. A message that fails affects no other message."""
         try:
             async for request in requests:
@@ -151,37 +151,35 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         finally:
             port.close()
 
-    async def Describe(self, request: node.DescribeRequest, context: _Context) -> node.DescribeResponse:
+    async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.DescribeResponse:
         return NODE_REPORT.to_pb(self._handler.report())
 
-    async def Drain(self, request: node.DrainRequest, context: _Context) -> node.DrainResponse:
+    async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:
         self._handler.drain()
-        return node.DrainResponse()
+        return pb.DrainResponse()
 
-    async def SetRole(self, request: node.SetRoleRequest, context: _Context) -> node.SetRoleResponse:
+    async def SetRole(self, request: pb.SetRoleRequest, context: _Context) -> pb.SetRoleResponse:
         self._handler.set_role(request.incarnation, role_from_pb(request.role))
-        return node.SetRoleResponse()
+        return pb.SetRoleResponse()
 
     async def ResetPrefixCache(
-        self, request: node.ResetPrefixCacheRequest, context: _Context
-    ) -> node.ResetPrefixCacheResponse:
-        return node.ResetPrefixCacheResponse(num_blocks=await self._handler.reset_prefix_cache(request.incarnation))
+        self, request: pb.ResetPrefixCacheRequest, context: _Context
+    ) -> pb.ResetPrefixCacheResponse:
+        return pb.ResetPrefixCacheResponse(num_blocks=await self._handler.reset_prefix_cache(request.incarnation))
 
-    async def InspectAdapter(
-        self, request: node.InspectAdapterRequest, context: _Context
-    ) -> node.InspectAdapterResponse:
+    async def InspectAdapter(self, request: pb.InspectAdapterRequest, context: _Context) -> pb.InspectAdapterResponse:
         return ADAPTER_INFO.to_pb(await self._handler.inspect_adapter(request.incarnation, request.directory))
 
-    async def Trace(self, request: node.TraceRequest, context: _Context) -> node.TraceResponse:
+    async def Trace(self, request: pb.TraceRequest, context: _Context) -> pb.TraceResponse:
         steps = self._handler.steps(request.steps_after) if request.HasField("steps_after") else ()
-        return node.TraceResponse(
+        return pb.TraceResponse(
             events=[TRACE_EVENT.to_pb(event) for event in self._handler.trace(request.after)],
             monotonic_ns=time.monotonic_ns(),
             steps=[TRACE_STEP.to_pb(step) for step in steps],
         )
 
 
-def _refuse(port: RouterPort, request: node.AttachRequest, error: str) -> None:
+def _refuse(port: RouterPort, request: pb.AttachRequest, error: str) -> None:
     """Report that the message's attempt failed. A message without an attempt is skipped."""
     kind = request.WhichOneof("message")
     if kind == "submit":

@@ -17,7 +17,7 @@ from baton.messages.operator import (
     RoleSet,
     Timeline,
 )
-from baton.v1 import operator_pb2 as operator
+from baton.v1 import operator_pb2 as pb
 from baton.v1 import operator_pb2_grpc
 from baton.wire.codec.operator import (
     ADAPTER_ROW,
@@ -109,71 +109,51 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
     def add_to_server(self, server: grpc.aio.Server) -> None:
         operator_pb2_grpc.add_OperatorServicer_to_server(self, server)
 
-    async def GetStatus(self, request: operator.GetStatusRequest, context: _Context) -> operator.GetStatusResponse:
+    async def GetStatus(self, request: pb.GetStatusRequest, context: _Context) -> pb.GetStatusResponse:
         return CLUSTER_STATUS.to_pb(self._handler.status())
 
-    async def Explain(self, request: operator.ExplainRequest, context: _Context) -> operator.ExplainResponse:
+    async def Explain(self, request: pb.ExplainRequest, context: _Context) -> pb.ExplainResponse:
         decisions = self._handler.explain(request.request_id)
-        return operator.ExplainResponse(decisions=[PLACEMENT_DECISION.to_pb(decision) for decision in decisions])
+        return pb.ExplainResponse(decisions=[PLACEMENT_DECISION.to_pb(decision) for decision in decisions])
 
-    async def GetTimeline(
-        self, request: operator.GetTimelineRequest, context: _Context
-    ) -> operator.GetTimelineResponse:
-        return operator.GetTimelineResponse(timeline=TIMELINE.to_pb(self._handler.timeline(request.request_id)))
+    async def GetTimeline(self, request: pb.GetTimelineRequest, context: _Context) -> pb.GetTimelineResponse:
+        return pb.GetTimelineResponse(timeline=TIMELINE.to_pb(self._handler.timeline(request.request_id)))
 
-    async def ListRequests(
-        self, request: operator.ListRequestsRequest, context: _Context
-    ) -> operator.ListRequestsResponse:
+    async def ListRequests(self, request: pb.ListRequestsRequest, context: _Context) -> pb.ListRequestsResponse:
         rows = self._handler.requests(request.limit, request.request_id)
-        return operator.ListRequestsResponse(requests=map(REQUEST_ROW.to_pb, rows))
+        return pb.ListRequestsResponse(requests=map(REQUEST_ROW.to_pb, rows))
 
-    async def CordonNodes(
-        self, request: operator.CordonNodesRequest, context: _Context
-    ) -> operator.CordonNodesResponse:
-        return operator.CordonNodesResponse(warning=await self._steering.cordon(list(request.nodes)))
+    async def CordonNodes(self, request: pb.CordonNodesRequest, context: _Context) -> pb.CordonNodesResponse:
+        return pb.CordonNodesResponse(warning=await self._steering.cordon(list(request.nodes)))
 
-    async def UncordonNodes(
-        self, request: operator.UncordonNodesRequest, context: _Context
-    ) -> operator.UncordonNodesResponse:
+    async def UncordonNodes(self, request: pb.UncordonNodesRequest, context: _Context) -> pb.UncordonNodesResponse:
         await self._steering.uncordon(list(request.nodes))
-        return operator.UncordonNodesResponse()
+        return pb.UncordonNodesResponse()
 
-    async def SetNodeRole(
-        self, request: operator.SetNodeRoleRequest, context: _Context
-    ) -> operator.SetNodeRoleResponse:
+    async def SetNodeRole(self, request: pb.SetNodeRoleRequest, context: _Context) -> pb.SetNodeRoleResponse:
         done = await self._steering.set_role(request.node, request.role)
-        return operator.SetNodeRoleResponse(unchanged=done.unchanged, warning=done.warning)
+        return pb.SetNodeRoleResponse(unchanged=done.unchanged, warning=done.warning)
 
-    async def DrainNode(
-        self, request: operator.DrainNodeRequest, context: _Context
-    ) -> AsyncIterator[operator.DrainNodeResponse]:
+    async def DrainNode(self, request: pb.DrainNodeRequest, context: _Context) -> AsyncIterator[pb.DrainNodeResponse]:
         async for progress in self._steering.drain(request.node, request.stop):
             yield DRAIN_PROGRESS.to_pb(progress)
 
-    async def ResetNodeCache(
-        self, request: operator.ResetNodeCacheRequest, context: _Context
-    ) -> operator.ResetNodeCacheResponse:
-        return operator.ResetNodeCacheResponse(num_blocks=await self._steering.reset_cache(request.node))
+    async def ResetNodeCache(self, request: pb.ResetNodeCacheRequest, context: _Context) -> pb.ResetNodeCacheResponse:
+        return pb.ResetNodeCacheResponse(num_blocks=await self._steering.reset_cache(request.node))
 
-    async def LoadAdapter(
-        self, request: operator.LoadAdapterRequest, context: _Context
-    ) -> operator.LoadAdapterResponse:
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: _Context) -> pb.LoadAdapterResponse:
         loaded = await self._adapters.load_adapter(request.name, request.directory, replaces=request.replaces)
         return LOADED_ADAPTER.to_pb(loaded)
 
-    async def UnloadAdapter(
-        self, request: operator.UnloadAdapterRequest, context: _Context
-    ) -> operator.UnloadAdapterResponse:
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: _Context) -> pb.UnloadAdapterResponse:
         await self._adapters.unload_adapter(request.name)
-        return operator.UnloadAdapterResponse()
+        return pb.UnloadAdapterResponse()
 
-    async def ListAdapters(
-        self, request: operator.ListAdaptersRequest, context: _Context
-    ) -> operator.ListAdaptersResponse:
-        return operator.ListAdaptersResponse(adapters=map(ADAPTER_ROW.to_pb, self._adapters.list_adapters()))
+    async def ListAdapters(self, request: pb.ListAdaptersRequest, context: _Context) -> pb.ListAdaptersResponse:
+        return pb.ListAdaptersResponse(adapters=map(ADAPTER_ROW.to_pb, self._adapters.list_adapters()))
 
     async def WatchEvents(
-        self, request: operator.WatchEventsRequest, context: _Context
-    ) -> AsyncIterator[operator.WatchEventsResponse]:
+        self, request: pb.WatchEventsRequest, context: _Context
+    ) -> AsyncIterator[pb.WatchEventsResponse]:
         async for event in self._steering.events(request.after, request.follow):
-            yield operator.WatchEventsResponse(event=CLUSTER_EVENT.to_pb(event))
+            yield pb.WatchEventsResponse(event=CLUSTER_EVENT.to_pb(event))

@@ -36,7 +36,7 @@ class Case:
         return self.lengths if self.of_prompts else (1,) * len(self.lengths)
 
 
-_RAGGED = tuple(16 + (4096 - 16) * place // 63 for place in range(64))
+_RAGGED = tuple(16 + (4096 - 16) * index // 63 for index in range(64))
 _FULL = (
     Case("1 x 512", (512,)),
     Case("1 x 4,096", (4096,)),

@@ -146,11 +146,11 @@ def check_attention(context: StageContext) -> None:
         sequences = _sequences(context, heads, kv_heads, dim, lengths)
         whole = sequences.attend(range(len(lengths)))
         shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim}
-        alone = [place for place in range(len(lengths)) if not torch.equal(sequences.attend([place])[0], whole[place])]
-        context.check("attention alone", not alone, **shape, wrong_lengths=[lengths[place] for place in alone])
+        alone = [index for index in range(len(lengths)) if not torch.equal(sequences.attend([index])[0], whole[index])]
+        context.check("attention alone", not alone, **shape, wrong_lengths=[lengths[index] for index in alone])
         turned = sequences.attend(range(len(lengths) - 1, -1, -1)).flip(0)
         context.check("attention in another order", torch.equal(turned, whole), **shape)
-        errors = [_error(whole[place], _attention(sequences, place)) for place in range(len(lengths))]
+        errors = [_error(whole[index], _attention(sequences, index)) for index in range(len(lengths))]
         context.check("attention is right", max(errors) < 1e-2, **shape, largest_error=max(errors))
 
 
@@ -169,11 +169,11 @@ def _sequences(context: StageContext, heads: int, kv_heads: int, dim: int, lengt
     )
 
 
-def _attention(sequences: _Sequences, place: int) -> torch.Tensor:
+def _attention(sequences: _Sequences, index: int) -> torch.Tensor:
     """One sequence's attention in float64, [heads, dim]."""
-    cache, query = sequences.cache, sequences.query[place].double()
-    blocks = cache.memory.view(-1, 2, cache.num_kv_heads, cache.block_size, cache.key_dim)[sequences.tables[place]]
-    keys, values = blocks.double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : int(sequences.lengths[place])]
+    cache, query = sequences.cache, sequences.query[index].double()
+    blocks = cache.memory.view(-1, 2, cache.num_kv_heads, cache.block_size, cache.key_dim)[sequences.tables[index]]
+    keys, values = blocks.double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : int(sequences.lengths[index])]
     grouped = query.view(cache.num_kv_heads, -1, cache.key_dim)
     weights = torch.softmax(grouped @ keys.mT * cache.key_dim**-0.5, -1)
     attended: torch.Tensor = weights @ values
@@ -209,14 +209,14 @@ def check_leaves(context: StageContext) -> None:
     error = _error(best[:, 0].double() + total.log(), torch.logsumexp(logits.double(), 1))
     context.check("sum over the vocabulary is right", error < 1e-6, error=error)
     logits[1, 7] = float("nan")
-    found = leaves(logits[:2]).finite.min(1).values.tolist()
-    context.check("what is not finite is found", found == [1, 0])
+    finite = leaves(logits[:2]).finite.min(1).values.tolist()
+    context.check("what is not finite is found", finite == [1, 0])
 
 
 def _equal(some: Leaves, whole: Leaves, first: int, columns: slice) -> bool:
     """Whether `some` are the leaves of the rows from `first` on, and of these columns."""
     rows = slice(first, first + some.best.shape[0])
-    return all(torch.equal(one, other[rows, columns]) for one, other in zip(some, whole, strict=True))
+    return all(torch.equal(part, other[rows, columns]) for part, other in zip(some, whole, strict=True))
 
 
 def check_digests(context: StageContext) -> None:
@@ -227,10 +227,10 @@ def check_digests(context: StageContext) -> None:
         content = numbers.to(torch.uint8)
         starts = torch.arange(count, dtype=torch.int64) * (length // 8) + 3
         memory = content.view(torch.int64).view(torch.uint64).to(context.device)
-        found = digests(memory, starts.to(context.device), length, given).tolist()
+        computed = digests(memory, starts.to(context.device), length, given).tolist()
         host = content.numpy().tobytes()
         wanted = [xxhash.xxh3_64_intdigest(host[8 * start : 8 * start + length]) for start in starts.tolist()]
-        context.check("digests", found == wanted, length=length, pieces=count)
+        context.check("digests", computed == wanted, length=length, pieces=count)
 
 
 def _random(context: StageContext, seed: int, rows: int, width: int, whole: bool | None = None) -> torch.Tensor:

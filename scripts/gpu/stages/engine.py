@@ -145,7 +145,7 @@ def _decode(context: StageContext, plan: Plan, runner: TorchModelRunner, batch: 
         return []
     params = replace(KINDS[kind], max_tokens=2 + WARM_UP + steps)
     replays = _replays(runner)
-    found = decode_steps(runner, batch, plan.context, params, steps, limit_s=1.5)
+    decoded = decode_steps(runner, batch, plan.context, params, steps, limit_s=1.5)
     context.report(
         "decode",
         shape=shape.name,
@@ -153,13 +153,13 @@ def _decode(context: StageContext, plan: Plan, runner: TorchModelRunner, batch: 
         context=plan.context,
         sampling=kind,
         graphs=_replays(runner) > replays,
-        ms=found.ms,
-        ms_p10=found.quantile_ms(0.1),
-        ms_p90=found.quantile_ms(0.9),
-        tokens_per_s=batch / found.ms * 1e3,
-        steps=len(found.seconds),
+        ms=decoded.ms,
+        ms_p10=decoded.quantile_ms(0.1),
+        ms_p90=decoded.quantile_ms(0.9),
+        tokens_per_s=batch / decoded.ms * 1e3,
+        steps=len(decoded.seconds),
     )
-    return [list(tokens) for tokens in found.tokens]
+    return [list(tokens) for tokens in decoded.tokens]
 
 
 def _replays(runner: TorchModelRunner) -> int:
@@ -188,13 +188,13 @@ def _profile(context: StageContext, plan: Plan, runner: TorchModelRunner) -> Non
             driver = decoding(runner, batch, plan.context, params)
             step = dict.fromkeys(driver.requests, 1)
             timed_step(driver, step)
-            found = profiled(lambda driver=driver, step=step: timed_step(driver, step), count, device)  # type: ignore[misc]
+            profile = profiled(lambda driver=driver, step=step: timed_step(driver, step), count, device)  # type: ignore[misc]
             driver.step({}, finished=list(driver.requests))
-            context.report("profile", shape=plan.shape.name, of=f"a decode step of {batch}", **found)
+            context.report("profile", shape=plan.shape.name, of=f"a decode step of {batch}", **profile)
     tokens = plan.profiled_prompt
     if tokens and has_room(context, f"{plan.shape.name} profile of a prompt", seconds=6):
         driver = RunnerDriver(runner)
         driver.add("prompt", some_tokens(0, tokens, runner.model.vocab_size), params)
-        found = profiled(lambda: timed_step(driver, {"prompt": tokens}), 1, device)
+        profile = profiled(lambda: timed_step(driver, {"prompt": tokens}), 1, device)
         driver.step({}, finished=["prompt"])
-        context.report("profile", shape=plan.shape.name, of=f"a prompt of {tokens}", **found)
+        context.report("profile", shape=plan.shape.name, of=f"a prompt of {tokens}", **profile)

@@ -84,13 +84,13 @@ def _make_agent(context: StageContext) -> None:
 
 def _versions() -> dict[str, str | None]:
     """The versions of the packages that scripts/gpu_pack takes to be on the machine, or None."""
-    found: dict[str, str | None] = {}
+    versions: dict[str, str | None] = {}
     for name in read_machine().versions:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
-    return found
+            versions[name] = None
+    return versions
 
 
 def _copy(context: StageContext) -> None:
@@ -105,6 +105,6 @@ def _copy(context: StageContext) -> None:
 
 def _product(context: StageContext) -> None:
     size = 64 if context.tiny else 8192
-    one, other = (torch.randn(size, size, device=context.device).bfloat16() for _ in range(2))
-    timing = context.time(lambda: one @ other)
+    left, other = (torch.randn(size, size, device=context.device).bfloat16() for _ in range(2))
+    timing = context.time(lambda: left @ other)
     context.report("product", size=size, tflop_per_s=2 * size**3 / timing.ms / 1e9, **timing._asdict())

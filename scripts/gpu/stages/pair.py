@@ -72,8 +72,8 @@ def run(context: StageContext) -> None:
     item = DTYPES[context.device].itemsize
     cache_bytes = plan.num_blocks * BLOCK_SIZE * plan.shape.kv_elements * item
     # Two pairs and the runner here; whoever loads a model has its weights twice for a moment.
-    each = plan.shape.num_weights * item * 2.2 + cache_bytes + (_CONTEXT_BYTES if context.device == "cuda" else 0)
-    if not has_room(context, "pair", num_bytes=5 * each, seconds=20):
+    node_bytes = plan.shape.num_weights * item * 2.2 + cache_bytes + (_CONTEXT_BYTES if context.device == "cuda" else 0)
+    if not has_room(context, "pair", num_bytes=5 * node_bytes, seconds=20):
         return
     started = time.perf_counter()
     directory = Path(tempfile.mkdtemp(prefix="baton-gpu-check-"))
@@ -113,8 +113,8 @@ def _pairs(context: StageContext, plan: Plan, directory: Path, cache_bytes: int)
         *("--kv-cache-memory", str(cache_bytes), "--max-num-batched-tokens", str(plan.max_num_batched_tokens)),
         *("--allow-unverified", "--start-timeout-s", f"{max(context.seconds_left - _END_S, 1.0):.0f}"),
     ]
-    each = [[*flags, "--kv-digests", digests] for digests in plan.digests]
-    with live_clusters(*each, environment=LANES) as pairs:
+    flags_of_clusters = [[*flags, "--kv-digests", digests] for digests in plan.digests]
+    with live_clusters(*flags_of_clusters, environment=LANES) as pairs:
         yield dict(zip(plan.digests, pairs, strict=True))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -107,12 +108,20 @@ def rate_run(repeat: int, rate: float, gap_s: float, requests: int = 12) -> Rate
     return RateRun(repeat, rate, summary, NodesRun(run, {}, {}, 0))
 
 
+ARRANGEMENTS = chosen(["colocated", "1p1d"], 2)
+
+
+def result_of(measured: list[MeasuredArrangement]) -> dict[str, Any]:
+    config = CompareConfig(ARRANGEMENTS, FoundModel(Path("model"), "model"), "auto", WorkloadSpec(), None)
+    comparison = Comparison(Slo(tpot_ms=50), summarize(Outcomes(), 1.0), measured)
+    return compare_result(config, comparison, "2026-01-01T00:00:00+00:00")
+
+
 @pytest.mark.outside
 def test_a_comparison_has_ratios_with_their_spread() -> None:
-    arrangements = chosen(["colocated", "1p1d"], 2)
     measured = [
-        MeasuredArrangement(arrangements[0], {"decode-0": 0, "decode-1": 1}, goodputs=[2.0, 2.0, 4.0]),
-        MeasuredArrangement(arrangements[1], {"decode-0": 0, "prefill-0": 1}, goodputs=[6.0, 8.0, 8.0]),
+        MeasuredArrangement(ARRANGEMENTS[0], {"decode-0": 0, "decode-1": 1}, goodputs=[2.0, 2.0, 4.0]),
+        MeasuredArrangement(ARRANGEMENTS[1], {"decode-0": 0, "prefill-0": 1}, goodputs=[6.0, 8.0, 8.0]),
     ]
     measured[1].runs.append(rate_run(0, 16.0, 0.1))
     for repeat, goodput in enumerate(measured[1].goodputs):
@@ -120,9 +129,7 @@ def test_a_comparison_has_ratios_with_their_spread() -> None:
         measured[1].runs.append(rate_run(repeat, goodput, 0.01))
         measured[0].common.append(rate_run(repeat, 2.0, 0.04))
         measured[1].common.append(rate_run(repeat, 2.0, 0.01))
-    config = CompareConfig(arrangements, FoundModel(Path("model"), "model"), "auto", WorkloadSpec(), None)
-    comparison = Comparison(Slo(tpot_ms=50), summarize(Outcomes(), 1.0), measured)
-    result = compare_result(config, comparison, "2026-01-01T00:00:00+00:00")
+    result = result_of(measured)
     assert_result_as_frozen(result)
     assert result["goodput"] == {"colocated:2": 2, "1p1d": 8}
     assert result["goodput_ratio"] == 3
@@ -142,29 +149,17 @@ def test_a_comparison_has_ratios_with_their_spread() -> None:
 
 
 def test_without_a_goodput_there_is_no_ratio() -> None:
-    arrangements = chosen(["colocated", "1p1d"], 2)
-    measured = [
-        MeasuredArrangement(arrangements[0], {}, goodputs=[0.0]),
-        MeasuredArrangement(arrangements[1], {}, goodputs=[1.0]),
-    ]
-    config = CompareConfig(arrangements, FoundModel(Path("model"), "model"), "auto", WorkloadSpec(), None)
-    comparison = Comparison(Slo(tpot_ms=50), {}, measured)
-    result = compare_result(config, comparison, "2026-01-01T00:00:00+00:00")
+    result = result_of([MeasuredArrangement(ARRANGEMENTS[place], {}, goodputs=[float(place)]) for place in (0, 1)])
     assert result["goodput_ratio"] is None
     assert verdict(result)[0].startswith("Not settled whether 1p1d or colocated:2 has the higher goodput (1.00 against")
 
 
 def test_there_is_no_headline_from_rates_at_which_the_slo_was_broken() -> None:
-    arrangements = chosen(["colocated", "1p1d"], 2)
-    measured = [
-        MeasuredArrangement(arrangements[0], {}, goodputs=[0.0]),
-        MeasuredArrangement(arrangements[1], {}, goodputs=[1.0]),
-    ]
+    measured = [MeasuredArrangement(ARRANGEMENTS[place], {}, goodputs=[float(place)]) for place in (0, 1)]
     for one, gap_s in zip(measured, (0.4, 0.01), strict=True):
         one.runs.append(rate_run(0, 1.0, gap_s))
         one.common.append(rate_run(0, 1.0, gap_s))
-    config = CompareConfig(arrangements, FoundModel(Path("model"), "model"), "auto", WorkloadSpec(), None)
-    result = compare_result(config, Comparison(Slo(tpot_ms=50), {}, measured), "2026-01-01T00:00:00+00:00")
+    result = result_of(measured)
     assert result["verdict"]["is_settled"]
     assert result["goodput_ratio"] is result["p99_gap_ratio"] is None
     decision, gaps, *_ = verdict(result)

@@ -401,6 +401,18 @@ async def test_errors_over_http_have_the_servers_message(answer: bytes, message:
     assert (await through_http(answer, [])).outcomes.errors == {message: 6}
 
 
+async def test_tokens_are_counted_by_the_ids_that_a_router_gives_its_events() -> None:
+    events = [(3, "a", None), (4, "b", None), (5, "rest", "length")]
+    choices = [json.dumps({"text": text, "finish_reason": reason}) for _, text, reason in events]
+    parts = [
+        f'id: {event[0]}\ndata: {{"choices": [{choice}]}}\n\n' for event, choice in zip(events, choices, strict=True)
+    ]
+    generator = await through_http(plain_answer(200, "".join([*parts, "data: [DONE]\n\n"])), [])
+    # The text of the last event was kept back: its tokens came earlier.
+    assert set(generator.outcomes.output_length.tolist()) == {4}
+    assert generator.outcomes.errors == {}
+
+
 async def test_an_answer_that_is_not_http_ends_its_request() -> None:
     generator = await through_http(b"SSH-2.0-x\r\n\r\n", [], closes=True)
     assert list(generator.outcomes.errors) == ["the answer is not HTTP: 'SSH-2.0-x'"]
@@ -475,22 +487,6 @@ def test_a_result_is_written_into_its_folder_which_need_not_exist(tmp_path: Path
         assert result_path(folder, "", plan, now) == folder / named
         assert result_path(folder, "x.json", plan, now) == folder / "x.json"
     assert result_path(tmp_path.parent, tmp_path.name, plan, now) == tmp_path / named
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--base-url", "http://127.0.0.1:1/v1"], "add --backend openai"),
-        (["--backend", "openai", "--base-url", "http://127.0.0.1:1/api"], "--endpoint"),
-        (["--backend", "openai", "--base-url", "http://127.0.0.1:x"], "--base-url"),
-        (["--seed", "-1"], "--seed"),
-        (["ttft:500"], "unexpected argument 'ttft:500'"),
-        (["--goodput", "ttft:5 tbt:3"], "'tbt:3' is not one of"),
-    ],
-)
-def test_bad_arguments_are_usage_errors(words: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "serve", *words]) == 2
-    assert message in capfd.readouterr().err
 
 
 def test_a_base_url_may_end_in_v1_as_for_openais_clients(capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from xml.etree import ElementTree
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from baton.bench.overload import (
     evaluate,
     recovery_s,
 )
+from baton.bench.report.panels import draw_panels
 from baton.bench.results.outcome import Outcome, Outcomes
 
 CONFIG = OverloadConfig(overload_s=20.0, before_s=10.0, after_s=10.0)
@@ -58,6 +60,17 @@ def test_prompt_refusals_and_answers_within_the_slo_pass() -> None:
 def test_a_refusal_without_retry_after_or_without_a_type_fails() -> None:
     assert verdicts(report(refused(1.0, retry_after_s=None)))[1:3] == [False, True]
     assert verdicts(report(refused(1.0, "INTERNAL: broken", None)))[1:3] == [True, False]
+
+
+def test_a_run_is_drawn_with_each_window_and_each_answer_of_the_probe() -> None:
+    shown = report(refused(1.0))
+    drawn = ElementTree.fromstring(draw_panels(*shown.panels()))  # noqa: S314  (our own)
+    circles = [(float(dot.attrib["cx"]), float(dot.attrib["cy"])) for dot in drawn.iter() if dot.tag.endswith("circle")]
+    assert len(circles) == len(shown.windows) + len(shown.probe)
+    _, _, width, height = map(float, drawn.attrib["viewBox"].split())
+    assert all(0 < x < width and 0 < y < height for x, y in circles)
+    texts = [element.text or "" for element in drawn.iter()]
+    assert "the probe: milliseconds to the first token" in texts
 
 
 def test_late_tokens_do_not_count_as_goodput() -> None:

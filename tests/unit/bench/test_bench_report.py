@@ -350,14 +350,6 @@ class TestPrograms:
         assert main(["bench", "report", str(file), "-o", "csv", "--out", str(tmp_path / "deep" / "run.csv")]) == 0
         assert (tmp_path / "deep" / "run.csv").read_text().startswith("arrangement,engines,rate")
 
-    def test_an_invalid_result_is_a_usage_error(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        file = tmp_path / "run.json"
-        file.write_text("{}")
-        assert main(["bench", "report", str(file)]) == 2
-        assert "not a result" in capfd.readouterr().err
-        assert main(["bench", "report", str(tmp_path / "none.json")]) == 2
-        assert list(tmp_path.iterdir()) == [file]
-
     def test_a_refused_result_does_not_overwrite_an_earlier_page(self, tmp_path: Path) -> None:
         path = tmp_path / "run.html"
         write_report(simple(a={2: 1.0}), path)

@@ -85,7 +85,7 @@ def test_outcomes_of_several_processes_are_merged(some: list[Outcome], others: l
     together = gathered(some)
     together.extend(Outcomes.from_bytes(gathered(others).to_bytes()))
     alone = gathered(some + others)
-    assert together.columns(0.0) == alone.columns(0.0)
+    assert together.columns() == alone.columns()
     assert together.errors == alone.errors
     assert list(together.error_texts()) == [one.error for one in some + others]
 

@@ -33,7 +33,6 @@ from baton.bench.validate.predict import Predictor, Segment, observed_speculatio
 from baton.bench.validate.report import rows, validation_result, verdict
 from baton.bench.validate.run import ProcBackgroundLoad, Validated, Validation
 from baton.bench.workloads.spec import WorkloadSpec
-from baton.cli.main import main
 from baton.engine.request import Request, RequestStatus
 from baton.errors import BatonError, Unreachable
 from baton.messages.node import NodeDescription, Role, StepFigures
@@ -193,10 +192,7 @@ def test_live_and_simulated_requests_are_the_same_and_no_prompt_is_sent_twice(
         for live, simulated in zip(pair.segments, pair.simulated, strict=True):
             mine, theirs = simulated.outcomes, live.outcomes
             for column in ("planned_s", "input_length", "output_length"):
-                by_index = [
-                    dict(zip(one.index.tolist(), getattr(one, column).tolist(), strict=True)) for one in (mine, theirs)
-                ]
-                assert by_index[0] == pytest.approx(by_index[1])
+                assert _by_index(mine, column) == pytest.approx(_by_index(theirs, column))
     assert len({plan.workload.seed for plan in cluster.plans}) == len(cluster.plans)
     rates = sorted(pair.rate for pair in found.pairs)
     assert rates == pytest.approx([rates[0], 2 * rates[0], 3 * rates[0]])
@@ -370,11 +366,3 @@ def test_nodes_that_draft_nothing_are_simulated_without_drafts() -> None:
     found = observed_speculation([StepFigures(5.0, 0, 1, 100, 2, 4, 9)])
     assert found is not None
     assert (found.share, found.coverage) == (pytest.approx(1.0), 1.0)
-
-
-@pytest.mark.parametrize(("command", "option"), [("validate", "--speculative-config"), ("engine", "--speculative")])
-def test_a_wrong_configuration_of_drafts_is_refused(
-    command: str, option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", command, option, '{"method": "oracle"}']) == 2
-    assert f"Invalid value for '{option}': method must be one of" in capsys.readouterr().err

@@ -56,7 +56,7 @@ def totals_of(done: Simulated) -> DraftTotals:
 
 def by_index(done: Simulated) -> list[tuple[object, ...]]:
     """The requests in their order. Those that end in one step may be processed in any order."""
-    columns = done.outcomes.columns(0.0)
+    columns = done.outcomes.columns()
     names = ("index", "first_token_s", "finished_s", "largest_gap_s", "output_length")
     return sorted(zip(*(columns[name] for name in names), strict=True))
 
@@ -171,7 +171,7 @@ def test_the_share_of_right_drafts_is_the_one_that_was_asked_for() -> None:
 
 def test_another_seed_has_other_drafts() -> None:
     one, other = (simulated(SHORT_CHAT, "1p1d", SimulatedSpeculation(0.6, 4), seed=seed) for seed in (1, 2))
-    assert one.outcomes.columns(0.0) != other.outcomes.columns(0.0)
+    assert one.outcomes.columns() != other.outcomes.columns()
 
 
 def test_drafts_that_do_not_pay_are_not_made_for_long() -> None:
@@ -203,7 +203,7 @@ def test_every_request_gets_its_tokens_and_seeds_reproduce(name: str) -> None:
     )
     drafts = SimulatedSpeculation(0.7, 6)
     one, again = (simulated(spec, arrangement, drafts, sizes, seed=1, **changes) for _ in range(2))
-    assert one.outcomes.columns(0.0) == again.outcomes.columns(0.0)
+    assert one.outcomes.columns() == again.outcomes.columns()
     assert totals_of(one) == totals_of(again)
     assert one.outcomes.output_length.tolist() == [60] * 40
     assert not any(one.outcomes.error_texts())

@@ -196,21 +196,3 @@ def test_shapes_are_in_the_result_and_goodput_counts_ranks(tmp_path: Path, capsy
     assert "1p2d: 6 ranks (prefill tp2 pp2, decode tp1)" in shown
     goodput, per_gpu = (float(word) for word in shown.splitlines()[-1].split()[-2:])
     assert per_gpu == pytest.approx(goodput / 6, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--tp", "0"], "--tp"),
-        (["--decode-pp", "65"], "--decode-pp"),
-        (["--exchange-ms", "nan"], "--exchange-ms"),
-        (["--stage-ms", "-1"], "--stage-ms"),
-        (["--rank-memory-gb", "20"], "--rank-memory-gb: 1 x 20 GB (tp1) do not hold 26 GB of weights"),
-        (["--rank-memory-gb", "80", "--cache-tokens", "5000"], "--rank-memory-gb: can't be used"),
-    ],
-)
-def test_usage_errors_name_the_wrong_argument(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["simulate", *words]) == 2
-    assert message in capsys.readouterr().err

@@ -15,7 +15,6 @@ from baton.bench.simulator.config import Failure, SimulationConfig
 from baton.bench.simulator.simulation import simulate
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.bench.workloads.workload import Workload, WorkloadRequest
-from baton.cli.main import main
 from baton.errors import BatonError, InvalidRequest
 
 SPEC = WorkloadSpec(dataset="multi_turn", num_prompts=48, turns=3, request_rate=6.0, random_output_len=40)
@@ -27,13 +26,13 @@ CONFIG = SimulationConfig(
 def test_each_cell_is_an_independent_simulation() -> None:
     progress: list[int] = []
     together, again = simulate_cells(SPEC.build(), CONFIG, progress.append), simulate_cells(SPEC.build(), CONFIG)
-    assert together.outcomes.columns(0.0) == again.outcomes.columns(0.0)
+    assert together.outcomes.columns() == again.outcomes.columns()
     alone = [
         simulate([one for one in SPEC.build() if cast(int, one.session) % 2 == cell], part)
         for cell, part in enumerate(cell_configs(CONFIG))
     ]
-    columns = [one.outcomes.columns(0.0) for one in alone]
-    assert together.outcomes.columns(0.0) == {name: columns[0][name] + columns[1][name] for name in columns[0]}
+    columns = [one.outcomes.columns() for one in alone]
+    assert together.outcomes.columns() == {name: columns[0][name] + columns[1][name] for name in columns[0]}
     assert together.num_steps == alone[0].num_steps + alone[1].num_steps
     assert together.parts.count == 48
     assert together.timeline == {**(alone[0].timeline or {}), **(alone[1].timeline or {})}
@@ -54,11 +53,6 @@ def test_nodes_of_a_cell_serve_only_its_requests() -> None:
 def test_nodes_and_concurrency_that_can_not_be_shared_equally_are_refused(config: SimulationConfig) -> None:
     with pytest.raises(InvalidRequest, match="evenly"):
         simulate_cells(SPEC.build(), config)
-
-
-def test_the_command_refuses_unequal_cells_as_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--arrangement", "3p2d", "--cells", "2"]) == 2
-    assert "--cells" in capsys.readouterr().err
 
 
 class _Broken:

@@ -34,75 +34,63 @@ def taken_port() -> Callable[[], int]:
     return lambda: int(listener.getsockname()[1])
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (["version"], 0, ""),
-        (["generate"], 2, "give either a PROMPT or --token-ids"),
-        (["generate", "x", "--token-ids", "1"], 2, "give either a PROMPT or --token-ids"),
-        (["generate", "--token-ids", "1,x"], 2, "--token-ids"),
-        (["generate", "x", "--max-tokens", "many"], 2, "--max-tokens"),
-        (["generate", "x"], 5, "no cluster is running in"),
-        (["generate", "x", "--address", "127.0.0.1:1", "--timeout", "10"], 5, "127.0.0.1:1 does not answer"),
-        (["status"], 5, "start one with `baton up`"),
-        (["status", "--address", "127.0.0.1:1"], 5, "127.0.0.1:1 does not answer"),
-        (["get", "nodes"], 5, "no cluster is running in"),
-        (["get", "nodes", "-l", "colour=red"], 2, "-l colour=red"),
-        (["get", "lease", "-l", "colour=red"], 2, "-l colour=red"),
-        (["chat", "the", "capital"], 2, "(capital): put the message between quotes: see `baton chat -h`"),
-        (["top"], 5, "no cluster is running in"),
-        (["chat"], 5, "or name one with --run-dir or --url"),
-        (["chat", "--url", "localhost:8000"], 2, "use http://HOST:PORT"),
-        (["get", "nodes", "--watch"], 5, "no cluster is running in"),
-        (["get", "leases"], 5, "no cluster is running in"),
-        (["get", "leases", "-l", "colour=red"], 2, "-l colour=red"),
-        (["describe", "node", "decode-0"], 5, "no cluster is running in"),
-        (["describe", "node"], 2, "NAME"),
-        (["generat"], 2, "Did you mean 'generate'"),
-        (["serve"], 2, "baton: No such command 'serve'. Did you mean `baton up`? See `baton -h`"),
-        (
-            ["get", "serve"],
-            2,
-            "No such command 'serve': `baton get` has nodes, requests and leases: see `baton get -h`",
-        ),
-        (["generate", "x", "--temp", "1"], 2, "No such option: --temp. Did you mean '--temperature'?"),
-        (["generate", "the", "capital"], 2, "(capital): put the prompt between quotes: see `baton generate -h`"),
-        (["generate", "--grpc-port", "1"], 2, "No such option: --grpc-port. It belongs to `baton up`: see"),
-        (
-            ["up", "--temp", "1"],
-            2,
-            "--temp. --temperature belongs to `baton generate` and `baton chat`: see `baton up -h`",
-        ),
-        (["up", "--port", "1"], 2, "Did you mean '--grpc-port', '--http-port' or '--metrics-port'?"),
-        (["up", "--modle", "x"], 2, "No such option: --modle. Did you mean '--model'?"),
-        (
-            ["--model", "x", "up"],
-            2,
-            "--model. It belongs to `baton up`, `baton generate` and `baton chat`: see `baton -h`",
-        ),
-        (["down"], 0, ""),
-        (["up", "--prefil", "1"], 2, "--prefill"),
-        (["up", "--decode", "0"], 2, "decode '0' from --decode"),
-        (["up", "--decode-hosts", "2"], 2, "`baton up` starts all processes on this machine: leave --prefill-hosts"),
-        (["up", "--model", "/nowhere"], 78, "model directory /nowhere does not exist"),
-        (["up", "--registry", "localhost"], 78, "use redis:// or rediss:// or unix://"),
-        (["up", "--registry", "redis://127.0.0.1:1"], 78, "does not answer"),
-        (["up", "--config", "missing.toml"], 78, "missing.toml does not exist"),
-        (["node", "--role", "prefill"], 2, "--registry is required"),
-        (["node", "--registry", "redis://x"], 2, "--role is required"),
-        (["router"], 2, "--registry is required"),
-    ],
-)
+EXITS = """
+ 0 | version |
+ 2 | generate | give either a PROMPT or --token-ids
+ 2 | generate x --token-ids 1 | give either a PROMPT or --token-ids
+ 2 | generate --token-ids 1,x | --token-ids
+ 2 | generate x --max-tokens many | --max-tokens
+ 5 | generate x | no cluster is running in
+ 5 | generate x --address 127.0.0.1:1 --timeout 10 | 127.0.0.1:1 does not answer
+ 5 | status | start one with `baton up`
+ 5 | status --address 127.0.0.1:1 | 127.0.0.1:1 does not answer
+ 5 | get nodes | no cluster is running in
+ 2 | get nodes -l colour=red | -l colour=red
+ 2 | get lease -l colour=red | -l colour=red
+ 2 | chat the capital | (capital): put the message between quotes: see `baton chat -h`
+ 5 | top | no cluster is running in
+ 5 | chat | or name one with --run-dir or --url
+ 2 | chat --url localhost:8000 | use http://HOST:PORT
+ 5 | get nodes --watch | no cluster is running in
+ 5 | get leases | no cluster is running in
+ 2 | get leases -l colour=red | -l colour=red
+ 5 | describe node decode-0 | no cluster is running in
+ 2 | describe node | NAME
+ 2 | generat | Did you mean 'generate'
+ 2 | serve | baton: No such command 'serve'. Did you mean `baton up`? See `baton -h`
+ 2 | get serve | No such command 'serve': `baton get` has nodes, requests and leases: see `baton get -h`
+ 2 | generate x --temp 1 | No such option: --temp. Did you mean '--temperature'?
+ 2 | generate the capital | (capital): put the prompt between quotes: see `baton generate -h`
+ 2 | generate --grpc-port 1 | No such option: --grpc-port. It belongs to `baton up`: see
+ 2 | up --temp 1 | --temp. --temperature belongs to `baton generate` and `baton chat`: see `baton up -h`
+ 2 | up --port 1 | Did you mean '--grpc-port', '--http-port' or '--metrics-port'?
+ 2 | up --modle x | No such option: --modle. Did you mean '--model'?
+ 2 | --model x up | --model. It belongs to `baton up`, `baton generate` and `baton chat`: see `baton -h`
+ 0 | down |
+ 2 | up --prefil 1 | --prefill
+ 2 | up --decode 0 | decode '0' from --decode
+ 2 | up --decode-hosts 2 | `baton up` starts all processes on this machine: leave --prefill-hosts
+78 | up --model /nowhere | model directory /nowhere does not exist
+78 | up --registry localhost | use redis:// or rediss:// or unix://
+78 | up --registry redis://127.0.0.1:1 | does not answer
+78 | up --config missing.toml | missing.toml does not exist
+ 2 | node --role prefill | --registry is required
+ 2 | node --registry redis://x | --role is required
+ 2 | router | --registry is required
+"""
+"""Exit codes, command lines, and a part of what standard error says."""
+
+
+@pytest.mark.parametrize(("code", "words", "message"), [line.split(" |") for line in EXITS.strip("\n").splitlines()])
 def test_exit_codes_and_messages(
-    words: list[str], code: int, message: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    code: str, words: str, message: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    if words[0] == "up":
-        words = [*words, "--grpc-port", "0", "--http-port", "0"]
-    assert command.main(words) == code
+    free_ports = ("--grpc-port", "0", "--http-port", "0") if words.split()[0] == "up" else ()
+    assert command.main([*words.split(), *free_ports]) == int(code)
     out, err = capfd.readouterr()
-    assert message in err
-    assert not err if code == 0 else not out
-    if code not in (0, 2) and "Usage" not in err:
+    assert message.strip() in err
+    assert not err if int(code) == 0 else not out
+    if int(code) not in (0, 2) and "Usage" not in err:
         assert err.startswith("baton: ")
         assert err.count("\n") == 1
     assert not list((tmp_path / "run").glob("*.json")), "something was started"

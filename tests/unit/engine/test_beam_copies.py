@@ -94,8 +94,7 @@ def test_an_heir_keeps_the_blocks_and_state_of_its_request() -> None:
 @pytest.mark.parametrize("caching", [True, False])
 def test_only_the_second_child_of_a_beam_and_further_ones_fork(caching: bool) -> None:
     rig = EngineRig(num_blocks=200, max_model_len=512, enable_prefix_caching=caching)
-    rig.add("r", prompt_of(30, 1), beam_width=WIDTH, n=WIDTH, max_tokens=40)
-    rig.step()
+    rig.begin("r", prompt_of(30, 1), beam_width=WIDTH, n=WIDTH, max_tokens=40)
     num_heirs = num_forks = 0
     before: set[str] = set()
     while rig.core.has_work():
@@ -191,8 +190,7 @@ def test_concurrent_beam_searches_do_not_take_each_others_blocks(num_searches: i
     rig = EngineRig(num_blocks=200, max_num_seqs=16, max_num_batched_tokens=200)
     for index in range(num_searches):
         rig.add(f"s{index}", prompt_of(10, index), beam_width=WIDTH, n=WIDTH, max_tokens=30)
-    for _ in range(6):
-        rig.step()
+    rig.steps(6)
     rig.abort("s0")
     output = rig.scheduler.schedule()
     assert not any(known.resumed for known in output.scheduled_cached_reqs)
@@ -214,8 +212,7 @@ def test_a_beam_search_aborted_in_the_middle_of_a_step_leaves_no_state(steps: in
     rig = EngineRig(max_num_seqs=2)
     rig.add("bystander", 6, max_tokens=40)
     rig.add("r", 6, beam_width=4, n=3, max_tokens=50)
-    for _ in range(steps):
-        rig.step()
+    rig.steps(steps)
     rig.abort("r")
     rig.step()
     assert rig.runner.num_requests == 1
@@ -224,8 +221,7 @@ def test_a_beam_search_aborted_in_the_middle_of_a_step_leaves_no_state(steps: in
 
 
 def test_a_beam_search_is_queued_scheduled_and_looked_up_once(rig: EngineRig) -> None:
-    rig.add("r", 6, beam_width=4, n=3, max_tokens=20)
-    rig.run()
+    rig.complete("r", 6, beam_width=4, n=3, max_tokens=20)
     assert [kind for kind, _, _ in rig.events()] == ["queued", "scheduled", "chunk_computed", "first_token", "finished"]
     assert rig.scheduler.make_stats().prefix_cache.num_requests == 1
 
@@ -235,13 +231,11 @@ def test_a_beam_search_is_queued_scheduled_and_looked_up_once(rig: EngineRig) ->
 def test_a_beam_search_ended_by_a_lost_step_leaves_no_state(where: str, seats: int) -> None:
     rig = EngineRig(max_num_seqs=seats)
     rig.add("r", 6, beam_width=4, n=3, max_tokens=50)
-    for _ in range(7):
-        rig.step()
+    rig.steps(7)
     setattr(rig.runner, where, RuntimeError("broken"))
     rig.run()
     assert rig.reason("r") is Outcome.ERROR
-    rig.add("after", 6, beam_width=4, n=4, max_tokens=9)
-    rig.step()
+    rig.begin("after", 6, beam_width=4, n=4, max_tokens=9)
     assert rig.runner.num_requests == 1
     rig.run()
     expected = expected_beams(rig.requests["after"].prompt_token_ids, BeamSearch(4, frozenset(), 9), vocab_size=1000)

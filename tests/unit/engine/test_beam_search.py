@@ -81,8 +81,7 @@ def test_early_stopping_is_over_when_enough_is_finished() -> None:
 def test_the_engines_beam_search_equals_a_naive_one(num_prompt_tokens: int, caching: bool, width: int) -> None:
     rig = EngineRig(enable_prefix_caching=caching)
     prompt = prompt_of(num_prompt_tokens, 3)
-    rig.add("r", prompt, beam_width=width, n=width, max_tokens=11)
-    rig.run()
+    rig.complete("r", prompt, beam_width=width, n=width, max_tokens=11)
     assert found(rig, width) == expected(prompt, width, 11)
     assert_nothing_left(rig)
 
@@ -92,8 +91,7 @@ def test_stop_tokens_end_beams() -> None:
     for seed in range(6):
         rig = EngineRig()
         prompt = prompt_of(6, seed)
-        rig.add("r", prompt, beam_width=3, n=3, max_tokens=12, eos=stops)
-        rig.run()
+        rig.complete("r", prompt, beam_width=3, n=3, max_tokens=12, eos=stops)
         assert found(rig, 3) == expected(prompt, 3, 12, stops)
         for name in ("r", "r~1", "r~2"):
             is_stop = rig.tokens[name][-1] in stops
@@ -102,16 +100,14 @@ def test_stop_tokens_end_beams() -> None:
 
 def test_only_the_best_beams_are_returned(rig: EngineRig) -> None:
     prompt = prompt_of(6, 1)
-    rig.add("r", prompt, beam_width=4, n=1, max_tokens=5)
-    rig.run()
+    rig.complete("r", prompt, beam_width=4, n=1, max_tokens=5)
     assert found(rig, 1) == expected(prompt, 4, 5)[:1]
     assert set(rig.ends) == {"r"}
 
 
 def test_beams_share_their_history_and_copy_what_they_write_to() -> None:
     rig = EngineRig(enable_prefix_caching=False)
-    rig.add("r", 10, beam_width=4, max_tokens=9)
-    rig.step()
+    rig.begin("r", 10, beam_width=4, max_tokens=9)
     output = rig.scheduler.schedule()
     assert len(output.num_scheduled_tokens) == 4
     assert set(output.num_scheduled_tokens.values()) == {1}, "nothing of the history is computed again"
@@ -151,12 +147,10 @@ def test_few_blocks_or_seats_change_no_result(limits: dict[str, Any], caching: b
 def test_a_beam_search_does_not_recompute_a_transferred_prompt() -> None:
     rig = EngineRig(enable_prefix_caching=False)
     prompt = prompt_of(10, 4)
-    rig.add("p", prompt, leg=Leg.PREFILL, beam_width=3, max_tokens=6)
-    rig.run()
+    rig.complete("p", prompt, leg=Leg.PREFILL, beam_width=3, max_tokens=6)
     assert rig.reason("p") is Outcome.HANDED_OFF
     assert rig.tokens["p"] == [], "a search has no first token yet"
-    rig.add("r", prompt, leg=Leg.DECODE, beam_width=3, n=2, max_tokens=6)
-    rig.step()
+    rig.begin("r", prompt, leg=Leg.DECODE, beam_width=3, n=2, max_tokens=6)
     rig.complete_transfer("r")
     output = rig.scheduler.schedule()
     assert list(output.num_scheduled_tokens.values()) == [1]
@@ -171,8 +165,7 @@ def test_a_beam_search_does_not_recompute_a_transferred_prompt() -> None:
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
 def test_an_abort_ends_all_beams_with_one_output(rig: EngineRig, steps: int) -> None:
     rig.add("r", 6, beam_width=4, n=3, max_tokens=50)
-    for _ in range(steps):
-        rig.step()
+    rig.steps(steps)
     with pytest.raises(DuplicateRequest):
         rig.scheduler.add_request(rig.requests["r"])
     (ended,) = rig.abort("r")
@@ -185,8 +178,7 @@ def test_an_abort_ends_all_beams_with_one_output(rig: EngineRig, steps: int) -> 
 def test_one_failed_beam_fails_the_request(rig: EngineRig) -> None:
     rig.add("r", 6, beam_width=4, n=3, max_tokens=50)
     rig.add("bystander", 5, max_tokens=9)
-    for _ in range(3):
-        rig.step()
+    rig.steps(3)
     beams = [name for name, request in rig.scheduler.requests.items() if request.beams is not None]
     rig.runner.failures[beams[1]] = "non-finite logits"
     rig.run()
@@ -198,8 +190,7 @@ def test_one_failed_beam_fails_the_request(rig: EngineRig) -> None:
 
 def test_a_runner_that_raises_fails_the_beam_search(rig: EngineRig) -> None:
     rig.add("r", 6, beam_width=4, n=3, max_tokens=50)
-    for _ in range(3):
-        rig.step()
+    rig.steps(3)
     rig.runner.raise_next = RuntimeError("broken")
     rig.run()
     assert rig.reason("r") is Outcome.ERROR
@@ -207,8 +198,7 @@ def test_a_runner_that_raises_fails_the_beam_search(rig: EngineRig) -> None:
 
 
 def test_a_transfer_that_fails_ends_the_search(rig: EngineRig) -> None:
-    rig.add("r", 10, leg=Leg.DECODE, beam_width=4, max_tokens=7)
-    rig.step()
+    rig.begin("r", 10, leg=Leg.DECODE, beam_width=4, max_tokens=7)
     (ended,) = rig.transfer(failed={"r": "peer gone"})
     assert ended.outcome is Outcome.KV_LOST
     rig.run()
@@ -218,8 +208,7 @@ def test_a_transfer_that_fails_ends_the_search(rig: EngineRig) -> None:
 def test_the_models_maximum_length_ends_a_beam_search() -> None:
     rig = EngineRig(max_model_len=12)
     prompt = prompt_of(8, 5)
-    rig.add("r", prompt, beam_width=3, n=3, max_tokens=50)
-    rig.run()
+    rig.complete("r", prompt, beam_width=3, n=3, max_tokens=50)
     assert found(rig, 3) == expected(prompt, 3, 4)
 
 

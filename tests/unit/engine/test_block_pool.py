@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -206,59 +207,33 @@ def test_a_pool_needs_more_than_the_null_block() -> None:
         BlockPool(1)
 
 
-def lost(pool: BlockPool) -> None:
-    pool.blocks[2].owner_cnt = 0
+def set_of(block: int, name: str, value: object) -> Callable[[BlockPool], None]:
+    return lambda pool: setattr(pool.blocks[block], name, value)
 
 
-def freed_twice(pool: BlockPool) -> None:
-    pool.blocks[2].owner_cnt = -1
-
-
-def held_but_free(pool: BlockPool) -> None:
-    pool.blocks[4].owner_cnt = 1
-
-
-def wrong_key(pool: BlockPool) -> None:
-    pool.blocks[1].block_hash = key(9)
-
-
-def key_without_entry(pool: BlockPool) -> None:
-    pool.blocks[4].block_hash = key(9)
-
-
-def torn_list(pool: BlockPool) -> None:
-    pool.blocks[5].prev_free = pool.blocks[5]
-
-
-def unlisted(pool: BlockPool) -> None:
+def unlist(pool: BlockPool) -> None:
     block = pool.blocks[4]
     assert block.prev_free is not None
     block.prev_free.next_free = block.next_free
 
 
-def quarantined_in_use(pool: BlockPool) -> None:
-    pool.blocks[2].quarantined = True
-
-
-def null_in_use(pool: BlockPool) -> None:
-    pool.null_block.owner_cnt = 1
-
-
 @pytest.mark.parametrize(
     ("damage", "story"),
     [
-        (lost, "Block 2 .*lost"),
-        (freed_twice, "Block 2 .*too often"),
-        (held_but_free, "Block 4 .*held but free"),
-        (wrong_key, "the index has 01010101 for <Block 1"),
-        (key_without_entry, "2 blocks have a key, the index has 1"),
-        (torn_list, "torn after <Block 4"),
-        (unlisted, "the free list has 1 blocks, not 2.*Block 4 .*lost"),
-        (quarantined_in_use, "Block 2 .*quarantined and in use"),
-        (null_in_use, "null block is in use"),
+        (set_of(2, "owner_cnt", 0), "Block 2 .*lost"),
+        (set_of(2, "owner_cnt", -1), "Block 2 .*too often"),
+        (set_of(4, "owner_cnt", 1), "Block 4 .*held but free"),
+        (set_of(1, "block_hash", key(9)), "the index has 01010101 for <Block 1"),
+        (set_of(4, "block_hash", key(9)), "2 blocks have a key, the index has 1"),
+        (lambda pool: setattr(pool.blocks[5], "prev_free", pool.blocks[5]), "torn after <Block 4"),
+        (unlist, "the free list has 1 blocks, not 2.*Block 4 .*lost"),
+        (set_of(2, "quarantined", True), "Block 2 .*quarantined and in use"),
+        (set_of(0, "owner_cnt", 1), "null block is in use"),
     ],
 )
-def test_the_invariant_check_names_each_contradiction(damage: Any, story: str, block_accounts_agree: list[Any]) -> None:
+def test_the_invariant_check_names_each_contradiction(
+    damage: Callable[[BlockPool], None], story: str, block_accounts_agree: list[Any]
+) -> None:
     pool = BlockPool(6)
     cached(pool, 1)
     pool.get_new_blocks(2)

@@ -162,8 +162,7 @@ def test_the_prefix_cache_finds_nothing_when_it_is_off() -> None:
     for on in (True, False):
         rig = EngineRig(enable_prefix_caching=on)
         for name in ("one", "two"):
-            rig.add(name, prompt_of(20), max_tokens=2)
-            rig.run()
+            rig.complete(name, prompt_of(20), max_tokens=2)
         assert rig.tokens["two"] == rig.expected("two", 2)
         cached.append(rig.ends["two"].num_cached_tokens)
     assert cached == [16, 0]

@@ -50,8 +50,7 @@ class Follower:
 
 
 def test_no_event_is_recorded_without_a_reader(rig: EngineRig) -> None:
-    rig.add("r", 20, max_tokens=2)
-    rig.run()
+    rig.complete("r", 20, max_tokens=2)
     assert rig.scheduler.kv_cache_manager.kv_events.since(0).complete is False
     assert rig.scheduler.kv_cache_manager.kv_events.next_sequence == 0
     snapshot = rig.scheduler.kv_snapshot()
@@ -62,8 +61,7 @@ def test_no_event_is_recorded_without_a_reader(rig: EngineRig) -> None:
 def test_stored_blocks_come_with_parent_and_tokens() -> None:
     rig = EngineRig(max_num_batched_tokens=8)
     start = rig.scheduler.kv_snapshot().next_sequence
-    request = rig.add("r", 17, max_tokens=1)
-    rig.run()
+    request = rig.complete("r", 17, max_tokens=1)
     hasher = BlockHasher(CacheKeyFields.of(rig.runner.model, rig.runner.layout), 4)
     keys: list[bytes] = []
     hasher.extend(keys, hasher.root(), request.prompt_token_ids)
@@ -79,11 +77,9 @@ def test_stored_blocks_come_with_parent_and_tokens() -> None:
 
 def test_evictions_and_a_reset_are_events() -> None:
     rig = EngineRig(num_blocks=6)
-    rig.add("first", prompt_of(16, 1), max_tokens=1)
-    rig.run()
+    rig.complete("first", prompt_of(16, 1), max_tokens=1)
     start = rig.scheduler.kv_snapshot()
-    rig.add("second", prompt_of(16, 2), max_tokens=1)
-    rig.run()
+    rig.complete("second", prompt_of(16, 2), max_tokens=1)
     removed, stored = rig.scheduler.kv_cache_manager.kv_events.since(start.next_sequence).events
     assert isinstance(removed, BlockRemoved)
     assert set(removed.block_hashes) < start.block_hashes["device"]
@@ -130,8 +126,7 @@ def test_a_reader_that_applies_all_events_knows_the_cache(
     rig.scheduler.kv_cache_manager.kv_events = KVEventLog(capacity)
     follower = Follower(rig.scheduler)
     for number, ((family, length, max_tokens), read) in enumerate(zip(requests, reads, strict=False)):
-        rig.add(f"r{number}", prompt_of(length, family), max_tokens=max_tokens)
-        rig.run()
+        rig.complete(f"r{number}", prompt_of(length, family), max_tokens=max_tokens)
         if number % 7 == 6:
             rig.scheduler.kv_cache_manager.reset_prefix_cache()
         if read:
@@ -158,15 +153,13 @@ def test_events_that_the_only_reader_has_are_dropped() -> None:
 def test_events_tell_of_rows_that_come_and_go() -> None:
     rig = EngineRig(num_encoder_rows=4)
     first, second = (EncoderContent.of(text) for text in (b"a", b"b"))
-    rig.add("before", 8, spans=[Span(0, 4, first.digest, is_encoded=True)], max_tokens=1)
-    rig.run()
+    rig.complete("before", 8, spans=[Span(0, 4, first.digest, is_encoded=True)], max_tokens=1)
     follower = Follower(rig.scheduler)
     follower.catch_up()
     assert follower.found["encoder"] == {rows_key(first.digest)}
     assert follower.found["device"]
     rig.scheduler.kv_cache_manager.reset_prefix_cache()
-    rig.add("after", 8, spans=[Span(0, 4, second.digest, is_encoded=True)], max_tokens=1)
-    rig.run()
+    rig.complete("after", 8, spans=[Span(0, 4, second.digest, is_encoded=True)], max_tokens=1)
     follower.catch_up()
     assert follower.found["encoder"] == {rows_key(second.digest)}
     assert follower.num_snapshots == 1

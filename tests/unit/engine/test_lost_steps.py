@@ -24,8 +24,7 @@ def test_requests_that_ended_before_a_lost_step_are_reported_again(ahead: Ahead)
     assert rig.reason("long") is Outcome.ERROR
     rig.run()
     rig.add("after", 8, max_tokens=6)
-    for _ in range(4):
-        rig.step()
+    rig.steps(4)
     assert rig.runner.num_requests == 1
     rig.run_right("after")
 
@@ -33,15 +32,13 @@ def test_requests_that_ended_before_a_lost_step_are_reported_again(ahead: Ahead)
 def test_a_new_request_under_an_ended_id_is_not_forgotten() -> None:
     rig = EngineRig(executor=executor_for("late"))
     rig.add("r", 8, max_tokens=9)
-    rig.add("other", 8, max_tokens=9)
-    rig.step()
+    rig.begin("other", 8, max_tokens=9)
     rig.step()
     rig.abort("r")
     rig.step()
     del rig.ends["r"]
     rig.runner.raise_first = RuntimeError("broken")
-    rig.add("r", 8, max_tokens=9)
-    rig.run()
+    rig.complete("r", 8, max_tokens=9)
     assert rig.reason("other") is Outcome.ERROR
     assert rig.reason("r") is Outcome.LENGTH
     assert rig.tokens["r"] == rig.expected("r", 9)

@@ -105,8 +105,7 @@ def test_the_heap_agrees_with_sorting() -> None:
 
 def test_with_priorities_urgent_requests_run_first_and_others_are_preempted() -> None:
     rig = EngineRig(num_blocks=6, policy="priority", max_num_seqs=2)
-    rig.add("cheap", 8, max_tokens=10, priority=5)
-    rig.step()
+    rig.begin("cheap", 8, max_tokens=10, priority=5)
     rig.add("urgent", 7, max_tokens=10, priority=-1)
     while "urgent" not in rig.ends:
         rig.step()
@@ -118,8 +117,7 @@ def test_with_priorities_urgent_requests_run_first_and_others_are_preempted() ->
 
 def test_with_priorities_waiting_requests_are_tried_by_priority() -> None:
     rig = EngineRig(policy="priority", max_num_seqs=1)
-    rig.add("first", 4, max_tokens=2)
-    rig.step()
+    rig.begin("first", 4, max_tokens=2)
     for name, priority in (("c", 3), ("a", 1), ("b", 2)):
         rig.add(name, 4, max_tokens=2, priority=priority)
     rig.run()
@@ -130,8 +128,7 @@ def test_a_stream_of_urgent_requests_starves_no_other_request() -> None:
     rig = EngineRig(policy="priority", max_num_seqs=1, priority_ageing_s=5.0)
     rig.add("patient", 4, max_tokens=1, priority=2)
     for number in range(30):
-        rig.add(f"urgent{number}", 4, max_tokens=1, priority=0)
-        rig.step()
+        rig.begin(f"urgent{number}", 4, max_tokens=1, priority=0)
         rig.clock.advance(1.0)
     assert 10 <= list(rig.ends).index("patient") <= 12
 

@@ -15,20 +15,11 @@ from baton.messages.sampling import SamplingParams
 from tests.support.engine_rig import EngineRig, prompt_of
 
 
-def test_a_request_runs_to_its_length(rig: EngineRig) -> None:
-    rig.add("r", 10, max_tokens=5)
-    rig.run_right("r")
-    assert rig.reason("r") is Outcome.LENGTH
-    assert not rig.scheduler.has_requests()
-    assert rig.scheduler.kv_cache_manager.pool.accounts().owned == 0
-
-
 def test_tokens_do_not_depend_on_batch_chunks_or_cache() -> None:
     rig = EngineRig(max_num_batched_tokens=9, long_prefill_token_threshold=5)
     shared = prompt_of(17)
     for number in range(6):
-        rig.add(f"r{number}", [*shared, *range(number)], max_tokens=7, seed=number)
-        rig.step()
+        rig.begin(f"r{number}", [*shared, *range(number)], max_tokens=7, seed=number)
     rig.run()
     for name, tokens in rig.tokens.items():
         assert tokens == rig.expected(name, 7)
@@ -49,8 +40,7 @@ def test_a_long_prompt_leaves_a_token_to_each_stream_behind_it() -> None:
     """The threshold lets `late` run beside the first chunk; later chunks of the long prompt could use it all."""
     rig = EngineRig(max_num_batched_tokens=8, max_num_seqs=8, long_prefill_token_threshold=8)
     rig.add("holder", 6, max_tokens=3)
-    rig.add("long", 60, max_tokens=1)
-    rig.step()
+    rig.begin("long", 60, max_tokens=1)
     rig.add("late", 1, max_tokens=20)
     while "long" not in rig.ends:
         output = rig.scheduler.schedule()
@@ -176,10 +166,8 @@ def test_kv_of_generated_tokens_is_found_after_preemption() -> None:
 
 def test_prefix_hits_are_reported(rig: EngineRig) -> None:
     prompt = prompt_of(16)
-    rig.add("first", prompt, max_tokens=1)
-    rig.run()
-    rig.add("second", prompt, max_tokens=1)
-    rig.run()
+    rig.complete("first", prompt, max_tokens=1)
+    rig.complete("second", prompt, max_tokens=1)
     assert rig.ends["first"].num_cached_tokens == 0
     assert rig.ends["second"].num_cached_tokens == 12
     stats = rig.scheduler.make_stats().prefix_cache
@@ -189,13 +177,11 @@ def test_prefix_hits_are_reported(rig: EngineRig) -> None:
 
 
 def test_prefix_cache_can_be_reset_when_idle_only(rig: EngineRig) -> None:
-    rig.add("r", 16, max_tokens=2)
-    rig.step()
+    rig.begin("r", 16, max_tokens=2)
     assert not rig.scheduler.kv_cache_manager.reset_prefix_cache()
     rig.run()
     assert rig.scheduler.kv_cache_manager.reset_prefix_cache()
-    rig.add("again", rig.requests["r"].prompt_token_ids, max_tokens=1)
-    rig.run()
+    rig.complete("again", rig.requests["r"].prompt_token_ids, max_tokens=1)
     assert rig.ends["again"].num_cached_tokens == 0
 
 
@@ -212,8 +198,7 @@ def test_a_live_id_can_not_be_used_again(rig: EngineRig) -> None:
 def test_an_abort_ends_a_request_once_in_any_state(steps: int) -> None:
     rig = EngineRig(max_num_batched_tokens=8)
     rig.add("r", 20, max_tokens=50)
-    for _ in range(steps):
-        rig.step()
+    rig.steps(steps)
     (output,) = rig.abort("r", "r", "nobody")
     assert (output.outcome, output.new_token_ids) == (Outcome.ABORTED, [])
     assert rig.abort("r") == []
@@ -258,8 +243,7 @@ def test_the_same_step_commits_once(rig: EngineRig) -> None:
 def test_events_of_a_request_are_in_order() -> None:
     rig = EngineRig(max_num_batched_tokens=8)
     rig.clock.advance(5.0)
-    rig.add("r", 12, max_tokens=2)
-    rig.run()
+    rig.complete("r", 12, max_tokens=2)
     assert rig.events() == [
         ("queued", "r", 12),
         ("scheduled", "r", 0),
@@ -275,8 +259,7 @@ def test_events_of_a_request_are_in_order() -> None:
 def test_cache_usage_counts_the_blocks_that_are_held() -> None:
     rig = EngineRig(num_blocks=11)
     assert rig.scheduler.make_stats().kv_cache_usage == 0.0
-    rig.add("r", 20, max_tokens=5)
-    rig.step()
+    rig.begin("r", 20, max_tokens=5)
     assert rig.scheduler.make_stats().kv_cache_usage == 0.5
     rig.run()
     assert rig.scheduler.make_stats().kv_cache_usage == 0.0

@@ -34,8 +34,7 @@ def test_a_request_waits_for_its_adapter_while_others_run() -> None:
     rig = rig_with()
     waiting = rig.add("a", 6, adapter=A, awaits_adapter=True, max_tokens=3)
     assert not rig.core.has_work()
-    rig.add("other", 6, max_tokens=2)
-    rig.run()
+    rig.complete("other", 6, max_tokens=2)
     assert rig.reason("other") is Outcome.LENGTH
     assert waiting.status is RequestStatus.WAITING_FOR_ADAPTER
     assert rig.scheduler.make_stats().num_requests_waiting_by_reason["adapter"] == 1
@@ -48,8 +47,7 @@ def test_a_request_waits_for_its_adapter_while_others_run() -> None:
 
 def test_a_request_keeps_its_place_while_its_adapter_is_loaded() -> None:
     rig = rig_with(max_num_seqs=1)
-    rig.add("first", 6, max_tokens=2)
-    rig.step()
+    rig.begin("first", 6, max_tokens=2)
     rig.add("a", 6, adapter=A, awaits_adapter=True, max_tokens=2)
     rig.add("later", 6, max_tokens=2)
     rig.scheduler.adapter_loaded("a")
@@ -86,8 +84,7 @@ def test_a_request_can_end_while_it_waits_for_its_adapter(outcome: Outcome) -> N
 
 def test_a_decode_leg_reads_its_prompt_only_once_its_adapter_is_loaded() -> None:
     rig = rig_with()
-    rig.add("d", 9, leg=Leg.DECODE, adapter=A, awaits_adapter=True, max_tokens=3)
-    rig.run()
+    rig.complete("d", 9, leg=Leg.DECODE, adapter=A, awaits_adapter=True, max_tokens=3)
     assert not rig.connector.loads
     rig.scheduler.adapter_loaded("d")
     rig.step()
@@ -109,8 +106,7 @@ def test_a_step_has_at_most_max_loras_adapters_and_a_skipped_request_blocks_nobo
 
 def test_a_skipped_request_is_passed_so_often_and_then_gets_the_next_slot() -> None:
     rig = rig_with(max_loras=1, max_times_passed=2, max_num_seqs=3)
-    rig.add("a0", 6, adapter=A, max_tokens=4)
-    rig.step()
+    rig.begin("a0", 6, adapter=A, max_tokens=4)
     rig.add("c", 6, adapter=C, max_tokens=2)
     order = []
     for number in range(1, 8):
@@ -127,22 +123,19 @@ def test_a_skipped_request_is_passed_so_often_and_then_gets_the_next_slot() -> N
 
 def test_however_many_requests_wait_for_a_slot_they_hold_up_nobody() -> None:
     rig = rig_with(max_loras=1, max_num_seqs=4)
-    rig.add("a", 6, adapter=A, max_tokens=4)
-    rig.step()
+    rig.begin("a", 6, adapter=A, max_tokens=4)
     for number in range(500):
         rig.add(f"c{number}", 6, adapter=C, max_tokens=1)
     for number in range(200):
         rig.add(f"load{number}", 9, leg=Leg.DECODE, adapter=B, max_tokens=2)
     rig.add("base", 6, max_tokens=2)
-    rig.add("a2", 6, adapter=A, max_tokens=2)
-    rig.step()
+    rig.begin("a2", 6, adapter=A, max_tokens=2)
     assert running(rig) == {"a", "base", "a2"}
 
 
 def test_requests_whose_kv_has_arrived_are_skipped_and_not_forgotten() -> None:
     rig = rig_with(max_loras=1, max_times_passed=1)
-    rig.add("a", 6, adapter=A, max_tokens=6)
-    rig.step()
+    rig.begin("a", 6, adapter=A, max_tokens=6)
     for name, adapter in (("c", C), ("a2", A), ("base", "")):
         rig.add(name, 9, leg=Leg.DECODE, adapter=adapter, max_tokens=4)
     rig.step()
@@ -151,8 +144,7 @@ def test_requests_whose_kv_has_arrived_are_skipped_and_not_forgotten() -> None:
     rig.step()
     assert running(rig) == {"a", "a2", "base"}
     rig.add("a3", 9, leg=Leg.DECODE, adapter=A, max_tokens=4)
-    rig.add("a4", 6, adapter=A, max_tokens=4)
-    rig.step()
+    rig.begin("a4", 6, adapter=A, max_tokens=4)
     assert running(rig) == {"a", "a2", "base"}
     assert "a3" not in rig.connector.loads, "the slot is kept for c, so nothing begins that would come before it"
     rig.run()
@@ -164,8 +156,7 @@ def test_a_preempted_request_gets_its_slot_back_before_others() -> None:
     rig = rig_with(num_blocks=9, max_loras=1)
     rig.add("a", 8, adapter=A, max_tokens=16)
     rig.add("base", 8, max_tokens=16)
-    rig.add("c", 4, adapter=C, max_tokens=2)
-    rig.run()
+    rig.complete("c", 4, adapter=C, max_tokens=2)
     assert rig.reason("a") is Outcome.LENGTH
     assert set(rig.ends) == {"a", "base", "c"}
 
@@ -176,11 +167,9 @@ def test_a_preempted_request_gets_its_slot_back_before_others() -> None:
 def test_no_kv_is_shared_between_adapters_or_with_the_base_model() -> None:
     rig = rig_with()
     prompt = prompt_of(12)
-    rig.add("base", prompt, max_tokens=1)
-    rig.run()
+    rig.complete("base", prompt, max_tokens=1)
     for name, adapter, cached in (("a", A, 0), ("b", B, 0), ("a again", A, 8), ("base again", "", 8)):
-        request = rig.add(name.replace(" ", "-"), prompt, adapter=adapter, max_tokens=1)
-        rig.run()
+        request = rig.complete(name.replace(" ", "-"), prompt, adapter=adapter, max_tokens=1)
         assert request.num_cached_tokens == cached, name
 
 

@@ -25,8 +25,7 @@ def test_admission_allocates_the_whole_prompt_although_it_is_computed_in_chunks(
 
 def test_smaller_requests_may_pass_a_stuck_one_a_bounded_number_of_times() -> None:
     rig = EngineRig(num_blocks=11, max_times_passed=2)
-    rig.add("holder", 16, max_tokens=12)
-    rig.step()
+    rig.begin("holder", 16, max_tokens=12)
     rig.add("big", 32, max_tokens=1)
     for number in range(5):
         rig.add(f"small{number}", 2, max_tokens=2)
@@ -40,13 +39,11 @@ def test_smaller_requests_may_pass_a_stuck_one_a_bounded_number_of_times() -> No
 
 def test_the_number_of_times_passed_is_kept_over_steps() -> None:
     rig = EngineRig(num_blocks=11, max_times_passed=3)
-    rig.add("holder", 16, max_tokens=12)
-    rig.step()
+    rig.begin("holder", 16, max_tokens=12)
     rig.add("big", 32, max_tokens=1)
     passed = []
     for number in range(6):
-        rig.add(f"small{number}", 2, max_tokens=1)
-        rig.step()
+        rig.begin(f"small{number}", 2, max_tokens=1)
         passed += [name for name in rig.ends if name.startswith("small") and name not in passed]
         if rig.requests["holder"].is_finished:
             break
@@ -55,12 +52,10 @@ def test_the_number_of_times_passed_is_kept_over_steps() -> None:
 
 def test_admission_looks_past_a_bounded_number_of_stuck_requests() -> None:
     rig = EngineRig(num_blocks=11, max_stuck_requests=2)
-    rig.add("holder", 16, max_tokens=12)
-    rig.step()
+    rig.begin("holder", 16, max_tokens=12)
     for number in range(3):
         rig.add(f"big{number}", 32, max_tokens=1)
-    rig.add("small", 2, max_tokens=1)
-    rig.step()
+    rig.begin("small", 2, max_tokens=1)
     assert running(rig) == ["holder"]
     assert "small" not in rig.ends
 
@@ -83,8 +78,7 @@ def test_no_request_passes_a_preempted_one() -> None:
 def test_no_request_is_admitted_in_a_step_that_preempts() -> None:
     rig = EngineRig(num_blocks=6)
     rig.add("old", 8, max_tokens=10)
-    rig.add("new", 7, max_tokens=10)
-    rig.step()
+    rig.begin("new", 7, max_tokens=10)
     rig.add("tiny", 1, max_tokens=1)
     while rig.core.has_work():
         before = set(running(rig))
@@ -97,22 +91,18 @@ def test_no_request_is_admitted_in_a_step_that_preempts() -> None:
 
 def test_new_requests_leave_the_watermark_free_while_others_run() -> None:
     rig = EngineRig(num_blocks=21, watermark=0.25)
-    rig.add("first", 40, max_tokens=4)
-    rig.step()
-    rig.add("second", 24, max_tokens=4)
-    rig.step()
+    rig.begin("first", 40, max_tokens=4)
+    rig.begin("second", 24, max_tokens=4)
     assert running(rig) == ["first"], "6 of the 9 free blocks would leave fewer than 5"
     rig.run()
-    rig.add("third", 76, max_tokens=1)
-    rig.run()
+    rig.complete("third", 76, max_tokens=1)
     assert rig.reason("third") is Outcome.LENGTH, "alone it may take nearly everything"
 
 
 def test_without_chunked_prefill_a_prompt_waits_for_a_step_of_its_own() -> None:
     rig = EngineRig(max_num_batched_tokens=40, max_model_len=40, max_num_seqs=4, enable_chunked_prefill=False)
     rig.add("stream0", 4, max_tokens=12)
-    rig.add("stream1", 4, max_tokens=12)
-    rig.step()
+    rig.begin("stream1", 4, max_tokens=12)
     rig.add("whole", 39, max_tokens=1)
     waiting = rig.scheduler.schedule()
     assert waiting.num_scheduled_tokens == {"stream0": 1, "stream1": 1}
@@ -130,8 +120,7 @@ def test_without_chunked_prefill_a_prompt_that_lacks_blocks_does_not_stop_others
     rig = EngineRig(
         num_blocks=11, max_num_batched_tokens=41, max_model_len=64, max_num_seqs=4, enable_chunked_prefill=False
     )
-    rig.add("stream", 12, max_tokens=12)
-    rig.step()
+    rig.begin("stream", 12, max_tokens=12)
     rig.add("whole", 40, max_tokens=1)
     for _ in range(11):
         assert "stream" in rig.scheduler.requests
@@ -161,11 +150,9 @@ def test_an_engine_whose_requests_all_wait_for_remote_kv_sleeps(rig: EngineRig) 
 
 def test_an_engine_whose_next_request_lacks_blocks_sleeps_until_some_are_released() -> None:
     rig = EngineRig(num_blocks=6)
-    rig.add("offered", 16, leg=Leg.PREFILL)
-    rig.step()
+    rig.begin("offered", 16, leg=Leg.PREFILL)
     assert rig.reason("offered") is Outcome.HANDED_OFF
-    rig.add("next", 16, max_tokens=1)
-    rig.step()
+    rig.begin("next", 16, max_tokens=1)
     assert running(rig) == []
     assert not rig.core.has_work()
     rig.transfer(released=["offered"])
@@ -175,11 +162,9 @@ def test_an_engine_whose_next_request_lacks_blocks_sleeps_until_some_are_release
 
 def test_an_abort_of_the_first_waiting_request_wakes_the_engine() -> None:
     rig = EngineRig(num_blocks=6, max_times_passed=0)
-    rig.add("offered", 12, leg=Leg.PREFILL)
-    rig.step()
+    rig.begin("offered", 12, leg=Leg.PREFILL)
     rig.add("big", 16, max_tokens=1)
-    rig.add("small", 2, max_tokens=1)
-    rig.step()
+    rig.begin("small", 2, max_tokens=1)
     assert not rig.core.has_work()
     rig.abort("big")
     assert rig.core.has_work()

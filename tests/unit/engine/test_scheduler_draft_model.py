@@ -258,8 +258,7 @@ def test_the_draft_model_computes_a_prompt_while_its_kv_comes(ahead: Ahead) -> N
 
 def test_a_request_that_is_aborted_while_its_kv_comes_is_computed_no_further(ahead: Ahead) -> None:
     rig = make_rig(ahead, max_num_batched_tokens=8)
-    rig.add("d", 40, leg=Leg.DECODE, max_tokens=20)
-    rig.step()
+    rig.begin("d", 40, leg=Leg.DECODE, max_tokens=20)
     rig.abort("d", outcome=Outcome.ABORTED)
     assert count_steps(rig) <= 3
     assert not rig.runner.ahead

@@ -25,8 +25,7 @@ def test_embeddings_are_computed_in_chunks_beside_streams(ahead: Ahead) -> None:
     rig = EngineRig(max_num_batched_tokens=8, executor=executor_for(ahead))
     rig.add("stream", 3, max_tokens=40)
     rig.add("short", 1, leg=Leg.EMBED)
-    rig.add("long", 30, leg=Leg.EMBED)
-    rig.run()
+    rig.complete("long", 30, leg=Leg.EMBED)
     for name in ("short", "long"):
         assert embedding(rig, name) == expected_embedding(rig.submitted(name))
     assert rig.tokens["stream"] == rig.expected("stream", 40)
@@ -47,11 +46,9 @@ def test_an_embedding_ends_with_its_last_chunk_and_frees_its_blocks() -> None:
 
 def test_an_embeddings_prompt_is_cached_except_for_its_last_token(rig: EngineRig) -> None:
     prompt = prompt_of(16)
-    rig.add("first", prompt, leg=Leg.EMBED)
-    rig.run()
+    rig.complete("first", prompt, leg=Leg.EMBED)
     rig.add("again", prompt, leg=Leg.EMBED)
-    rig.add("stream", [*prompt, 7], max_tokens=5)
-    rig.run()
+    rig.complete("stream", [*prompt, 7], max_tokens=5)
     assert embedding(rig, "first") == embedding(rig, "again") == expected_embedding(prompt)
     assert rig.ends["again"].num_cached_tokens == 12
     assert rig.ends["stream"].num_cached_tokens == 16
@@ -60,10 +57,8 @@ def test_an_embeddings_prompt_is_cached_except_for_its_last_token(rig: EngineRig
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_a_preempted_embedding_is_resumed(mode: str) -> None:
     rig = EngineRig(num_blocks=13, max_num_batched_tokens=8, num_host_blocks=20, preemption_mode=mode)
-    rig.add("stream", 8, max_tokens=40)
-    rig.step()
-    rig.add("e", 36, leg=Leg.EMBED)
-    rig.run()
+    rig.begin("stream", 8, max_tokens=40)
+    rig.complete("e", 36, leg=Leg.EMBED)
     assert rig.scheduler.make_stats().num_preemptions_by_mode[mode] > 0
     assert embedding(rig, "e") == expected_embedding(rig.submitted("e"))
     assert rig.tokens["stream"] == rig.expected("stream", 40)
@@ -71,8 +66,7 @@ def test_a_preempted_embedding_is_resumed(mode: str) -> None:
 
 def test_an_embedding_aborted_in_mid_prompt_frees_its_blocks() -> None:
     rig = EngineRig(max_num_batched_tokens=8)
-    rig.add("e", 30, leg=Leg.EMBED)
-    rig.step()
+    rig.begin("e", 30, leg=Leg.EMBED)
     (output,) = rig.abort("e")
     assert (output.outcome, output.embedding) == (Outcome.ABORTED, b"")
     assert rig.scheduler.make_stats().free_blocks == rig.config.num_blocks - 1
@@ -81,8 +75,7 @@ def test_an_embedding_aborted_in_mid_prompt_frees_its_blocks() -> None:
 def test_an_embeddings_prompt_may_have_the_models_maximum_length() -> None:
     rig = EngineRig(max_model_len=20)
     rig.add("whole", 20, leg=Leg.EMBED)
-    rig.add("longer", 21, leg=Leg.EMBED)
-    rig.run()
+    rig.complete("longer", 21, leg=Leg.EMBED)
     assert embedding(rig, "whole") == expected_embedding(rig.submitted("whole"))
     assert rig.reason("longer") is Outcome.IGNORED
 

@@ -24,8 +24,7 @@ def test_a_whole_request_continues_behind_its_given_output(num_prompt_tokens: in
 
 
 def test_the_first_outputs_say_how_much_of_the_prompt_was_cached(rig: EngineRig) -> None:
-    rig.add("before", 6, max_tokens=9)
-    rig.run()
+    rig.complete("before", 6, max_tokens=9)
     rig.add("r", rig.requests["before"].prompt_token_ids, max_tokens=12, given=7)
     first = rig.step()[0]
     assert rig.requests["r"].num_cached_tokens == 12
@@ -34,8 +33,7 @@ def test_the_first_outputs_say_how_much_of_the_prompt_was_cached(rig: EngineRig)
 
 def test_a_prefill_leg_computes_given_output_and_hands_off_with_the_next_token() -> None:
     rig = EngineRig(max_num_batched_tokens=8)
-    rig.add("p", 10, leg=Leg.PREFILL, given=7, max_tokens=20)
-    rig.run()
+    rig.complete("p", 10, leg=Leg.PREFILL, given=7, max_tokens=20)
     block_ids, num_tokens = rig.connector.leased["p"]
     assert (len(block_ids), num_tokens) == (5, 17)
     rig.check_offered("p", block_ids, num_tokens)
@@ -44,14 +42,12 @@ def test_a_prefill_leg_computes_given_output_and_hands_off_with_the_next_token()
 
 
 def test_a_prefill_leg_whose_next_token_is_the_last_one_ends(rig: EngineRig) -> None:
-    rig.add("p", 10, leg=Leg.PREFILL, given=7, max_tokens=8)
-    rig.run()
+    rig.complete("p", 10, leg=Leg.PREFILL, given=7, max_tokens=8)
     assert rig.reason("p") is Outcome.LENGTH
 
 
 def test_a_decode_leg_loads_given_output_and_reports_only_later_tokens(rig: EngineRig) -> None:
-    rig.add("d", 10, leg=Leg.DECODE, given=7, max_tokens=12)
-    rig.step()
+    rig.begin("d", 10, leg=Leg.DECODE, given=7, max_tokens=12)
     load = rig.connector.loads["d"]
     assert (len(load.block_ids), load.num_external_tokens) == (5, 17)
     rig.complete_transfer("d")
@@ -62,8 +58,7 @@ def test_a_decode_leg_loads_given_output_and_reports_only_later_tokens(rig: Engi
 
 def test_a_decode_leg_whose_kv_does_not_arrive_may_compute_prompt_and_given_output() -> None:
     rig = EngineRig(on_transfer_failure="recompute")
-    rig.add("d", 10, leg=Leg.DECODE, given=7, max_tokens=12)
-    rig.step()
+    rig.begin("d", 10, leg=Leg.DECODE, given=7, max_tokens=12)
     rig.transfer(failed={"d": "peer gone"})
     rig.run_right("d")
 

@@ -21,8 +21,7 @@ def test_a_request_waits_for_its_grammar_while_others_run(rig: EngineRig) -> Non
     waiting = rig.add("g", 6, json_schema=SCHEMA, max_tokens=4)
     assert waiting.status is RequestStatus.WAITING_FOR_GRAMMAR
     assert not rig.core.has_work()
-    rig.add("other", 6, max_tokens=2)
-    rig.run()
+    rig.complete("other", 6, max_tokens=2)
     assert rig.reason("other") is Outcome.LENGTH
     assert waiting.status is RequestStatus.WAITING_FOR_GRAMMAR
     by_reason = rig.scheduler.make_stats().num_requests_waiting_by_reason
@@ -57,8 +56,7 @@ def test_a_request_can_end_while_it_waits_for_its_grammar(rig: EngineRig, outcom
 
 
 def test_a_decode_leg_loads_its_prompt_only_once_its_grammar_is_compiled(rig: EngineRig) -> None:
-    rig.add("d", 9, leg=Leg.DECODE, json_schema=SCHEMA, max_tokens=3)
-    rig.run()
+    rig.complete("d", 9, leg=Leg.DECODE, json_schema=SCHEMA, max_tokens=3)
     assert not rig.connector.loads
     rig.scheduler.grammar_compiled("d", [matcher()])
     rig.step()

@@ -27,8 +27,7 @@ from tests.support.tiny_models import TINY_MODELS
 def test_a_prompt_that_fits_with_its_window_is_computed() -> None:
     """60 stripes of two groups are 120 blocks; with a window of 160 keys the request holds at most 73 of 76 blocks."""
     rig = EngineRig(num_blocks=77, windows=(None, 160), block_size=16, max_num_batched_tokens=512)
-    rig.add("long", 960, max_tokens=4)
-    rig.run()
+    rig.complete("long", 960, max_tokens=4)
     assert rig.reason("long") is Outcome.LENGTH
     assert rig.tokens["long"] == rig.expected("long", 4)
     assert rig.scheduler.make_stats().free_blocks == 76
@@ -44,8 +43,7 @@ def test_a_growing_request_holds_no_more_blocks_than_were_allocated(
     num_blocks = 1 + 50 * num_whole + 6 * (len(windows) - num_whole)
     executor = StepThread() if ahead else None
     rig = EngineRig(num_blocks=num_blocks, windows=windows, max_num_batched_tokens=40, executor=executor)
-    rig.add("long", 180, leg=leg, max_tokens=12)
-    rig.run()
+    rig.complete("long", 180, leg=leg, max_tokens=12)
     if leg is Leg.PREFILL:
         assert rig.reason("long") is Outcome.HANDED_OFF
         rig.check_offered("long", *rig.connector.leased["long"])
@@ -65,10 +63,8 @@ def test_a_prompt_that_can_never_fit_with_its_windows_is_refused_at_once() -> No
 def test_the_last_blocks_of_a_growing_request_are_found_by_the_next_request() -> None:
     rig = EngineRig(num_blocks=1 + 50 + 6, windows=(None, 10), max_num_batched_tokens=40)
     prompt = list(range(180))
-    rig.add("first", prompt, max_tokens=1)
-    rig.run()
-    rig.add("again", [*prompt, 7], max_tokens=2)
-    rig.run()
+    rig.complete("first", prompt, max_tokens=1)
+    rig.complete("again", [*prompt, 7], max_tokens=2)
     assert rig.ends["again"].num_cached_tokens == 180
     assert rig.tokens["again"] == rig.expected("again", 2)
 
@@ -139,7 +135,6 @@ def test_one_of_several_sequences_becomes_as_long_as_the_pool_whatever_windows_l
     """The sequences share their prompt: until all of them run, none frees blocks that its windows have passed."""
     limits: dict[str, Any] = {"num_blocks": 9, "windows": (3, 3), "enable_prefix_caching": False}
     rig = EngineRig(**limits, max_num_batched_tokens=5, max_num_seqs=1 if "n" in params else 2)
-    rig.add("r", 1, **{"max_tokens": 17, "ignore_eos": True} | params)
-    rig.run()
+    rig.complete("r", 1, **{"max_tokens": 17, "ignore_eos": True} | params)
     assert {end.outcome for end in rig.ends.values()} == {Outcome.LENGTH}
     assert (len(rig.tokens["r"]), rig.scheduler.max_model_len) == (16, 4096)

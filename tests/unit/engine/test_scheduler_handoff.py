@@ -50,17 +50,14 @@ def test_a_prefill_leg_whose_first_token_stops_it_is_not_handed_off(
 
 def test_leased_blocks_stay_until_released_and_can_be_found_meanwhile() -> None:
     rig = EngineRig(num_blocks=11)
-    rig.add("p", 18, leg=Leg.PREFILL)
-    rig.run()
+    rig.complete("p", 18, leg=Leg.PREFILL)
     stats = rig.scheduler.make_stats()
     assert (stats.leased_blocks, stats.free_blocks) == (5, 5)
     with pytest.raises(DuplicateRequest):
         rig.scheduler.add_request(Request("p", RequestSpec([1], rig.requests["p"].sampling_params)))
-    rig.add("other", 30, max_tokens=1)
-    rig.step()
+    rig.begin("other", 30, max_tokens=1)
     assert rig.requests["other"].status is RequestStatus.WAITING, "leased blocks are not available"
-    rig.add("same", [*rig.requests["p"].prompt_token_ids, 1], max_tokens=1)
-    rig.run()
+    rig.complete("same", [*rig.requests["p"].prompt_token_ids, 1], max_tokens=1)
     assert rig.ends["same"].num_cached_tokens == 16
     block_ids, num_tokens = rig.connector.leased["p"]
     assert rig.runner.read_slots(block_ids, num_tokens) == prompt_slots(rig.requests["p"].prompt_token_ids)
@@ -71,10 +68,8 @@ def test_leased_blocks_stay_until_released_and_can_be_found_meanwhile() -> None:
 
 def test_a_prefix_hit_is_offered_like_computed_blocks() -> None:
     rig = EngineRig(max_num_batched_tokens=8)
-    rig.add("first", 18, leg=Leg.PREFILL)
-    rig.run()
-    rig.add("second", rig.requests["first"].prompt_token_ids, leg=Leg.PREFILL)
-    rig.run()
+    rig.complete("first", 18, leg=Leg.PREFILL)
+    rig.complete("second", rig.requests["first"].prompt_token_ids, leg=Leg.PREFILL)
     block_ids, num_tokens = rig.connector.leased["second"]
     assert num_tokens == 18
     assert list(block_ids[:4]) == [1, 2, 3, 4]
@@ -87,8 +82,7 @@ def test_a_prefix_hit_is_offered_like_computed_blocks() -> None:
 
 def test_an_aborted_prefill_leg_keeps_what_a_peer_may_be_reading() -> None:
     rig = EngineRig(max_num_batched_tokens=8)
-    rig.add("p", 18, leg=Leg.PREFILL)
-    rig.step()
+    rig.begin("p", 18, leg=Leg.PREFILL)
     rig.abort("p")
     assert rig.scheduler.make_stats().leased_blocks == 5
     rig.transfer(released=["p"])
@@ -98,8 +92,7 @@ def test_an_aborted_prefill_leg_keeps_what_a_peer_may_be_reading() -> None:
 def test_a_prefill_leg_is_never_preempted(rig: EngineRig) -> None:
     """A peer may be reading its blocks, so the request before it is preempted instead."""
     rig = EngineRig(num_blocks=11, max_num_batched_tokens=4, max_num_seqs=3)
-    rig.add("stream", 3, max_tokens=30)
-    rig.step()
+    rig.begin("stream", 3, max_tokens=30)
     rig.add("p", 32, leg=Leg.PREFILL)
     preempted: list[str] = []
     while "p" not in rig.ends:
@@ -116,8 +109,7 @@ def test_a_prefill_leg_is_never_preempted(rig: EngineRig) -> None:
 
 def test_a_decode_leg_waits_for_its_kv_and_goes_on_with_the_second_token() -> None:
     rig = EngineRig()
-    rig.add("d", 10, leg=Leg.DECODE, max_tokens=5)
-    rig.step()
+    rig.begin("d", 10, leg=Leg.DECODE, max_tokens=5)
     load = rig.connector.loads["d"]
     assert (len(load.block_ids), load.num_local_tokens, load.num_external_tokens) == (3, 0, 10)
     assert rig.requests["d"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -150,10 +142,8 @@ def test_only_blocks_that_are_not_cached_are_loaded_and_always_the_last(
     rig: EngineRig, num_tokens: int, num_cached: int, local: int
 ) -> None:
     prompt = prompt_of(num_tokens)
-    rig.add("before", prompt[:num_cached], max_tokens=1)
-    rig.run()
-    rig.add("d", prompt, leg=Leg.DECODE, max_tokens=3)
-    rig.step()
+    rig.complete("before", prompt[:num_cached], max_tokens=1)
+    rig.begin("d", prompt, leg=Leg.DECODE, max_tokens=3)
     load = rig.connector.loads["d"]
     assert (load.num_local_tokens, load.num_external_tokens) == (local, num_tokens - local)
     rig.complete_transfer("d")
@@ -164,21 +154,17 @@ def test_only_blocks_that_are_not_cached_are_loaded_and_always_the_last(
 def test_nothing_is_found_in_blocks_whose_kv_has_not_arrived() -> None:
     rig = EngineRig()
     prompt = prompt_of(13)
-    rig.add("d", prompt, leg=Leg.DECODE, max_tokens=2)
-    rig.step()
-    rig.add("early", prompt, max_tokens=2)
-    rig.run()
+    rig.begin("d", prompt, leg=Leg.DECODE, max_tokens=2)
+    rig.complete("early", prompt, max_tokens=2)
     assert rig.ends["early"].num_cached_tokens == 0
     assert rig.tokens["early"] == rig.expected("early", 2)
     rig.abort("d")
     rig.transfer(released=["d"])
     rig.scheduler.kv_cache_manager.reset_prefix_cache()
 
-    rig.add("d2", prompt, leg=Leg.DECODE, max_tokens=2)
-    rig.step()
+    rig.begin("d2", prompt, leg=Leg.DECODE, max_tokens=2)
     rig.complete_transfer("d2")
-    rig.add("late", prompt, max_tokens=2)
-    rig.run()
+    rig.complete("late", prompt, max_tokens=2)
     assert rig.ends["late"].num_cached_tokens == 12
     assert rig.tokens["late"] == rig.expected("late", 2)
 
@@ -186,8 +172,7 @@ def test_nothing_is_found_in_blocks_whose_kv_has_not_arrived() -> None:
 def test_a_request_whose_kv_arrived_joins_the_next_step_before_new_requests() -> None:
     rig = EngineRig(max_num_seqs=2)
     rig.add("stream", 4, max_tokens=30)
-    rig.add("d", 10, leg=Leg.DECODE, max_tokens=5)
-    rig.step()
+    rig.begin("d", 10, leg=Leg.DECODE, max_tokens=5)
     rig.add("newcomer", 4, max_tokens=5)
     rig.complete_transfer("d")
     output = rig.scheduler.schedule()
@@ -198,19 +183,16 @@ def test_a_request_whose_kv_arrived_joins_the_next_step_before_new_requests() ->
 def test_a_long_prompt_leaves_budget_for_requests_whose_kv_arrived() -> None:
     rig = EngineRig(max_num_batched_tokens=8)
     rig.add("d", 10, leg=Leg.DECODE, max_tokens=5)
-    rig.add("long", 60, max_tokens=1)
-    rig.step()
+    rig.begin("long", 60, max_tokens=1)
     rig.complete_transfer("d")
     assert rig.scheduler.schedule().num_scheduled_tokens == {"long": 7, "d": 1}
 
 
 def test_loads_do_not_need_a_seat_but_are_bounded() -> None:
     rig = EngineRig(max_num_seqs=1)
-    rig.add("stream", 4, max_tokens=40)
-    rig.step()
+    rig.begin("stream", 4, max_tokens=40)
     rig.add("d0", 8, leg=Leg.DECODE, max_tokens=3)
-    rig.add("d1", 8, leg=Leg.DECODE, max_tokens=3)
-    rig.step()
+    rig.begin("d1", 8, leg=Leg.DECODE, max_tokens=3)
     assert list(rig.connector.loads) == ["d0"]
     rig.complete_transfer("d0")
     rig.step()
@@ -238,8 +220,7 @@ def test_two_loads_share_a_prefix_in_a_pool_that_fits_one() -> None:
     rig = EngineRig(num_blocks=6)
     prompt = prompt_of(16)
     rig.add("d0", prompt, leg=Leg.DECODE, max_tokens=3)
-    rig.add("d1", prompt, leg=Leg.DECODE, max_tokens=3)
-    rig.step()
+    rig.begin("d1", prompt, leg=Leg.DECODE, max_tokens=3)
     assert list(rig.connector.loads) == ["d0"]
     assert not rig.core.has_work()
     rig.complete_transfer("d0")
@@ -253,8 +234,7 @@ def test_two_loads_share_a_prefix_in_a_pool_that_fits_one() -> None:
 def test_a_preempted_decode_leg_is_recomputed_on_its_node() -> None:
     rig = EngineRig(num_blocks=8)
     rig.add("old", 8, max_tokens=16)
-    rig.add("d", 8, leg=Leg.DECODE, max_tokens=16)
-    rig.step()
+    rig.begin("d", 8, leg=Leg.DECODE, max_tokens=16)
     rig.complete_transfer("d")
     rig.run()
     assert rig.requests["d"].num_preemptions >= 1
@@ -285,8 +265,7 @@ def test_a_first_token_that_arrives_with_the_kv_can_end_the_request(how: str) ->
 
 def test_kv_that_arrives_without_a_first_token_fails_the_request() -> None:
     rig = EngineRig()
-    rig.add("d", 10, leg=Leg.DECODE)
-    rig.step()
+    rig.begin("d", 10, leg=Leg.DECODE)
     (end,) = rig.transfer(arrived={"d": []})
     assert end.outcome is Outcome.KV_LOST
 
@@ -297,8 +276,7 @@ def test_a_failed_transfer_ends_its_request_with_the_reason_and_keeps_nothing_th
     policy: str, outcome: Outcome, quarantine: bool
 ) -> None:
     rig = EngineRig(connector=FakeConnector(quarantine=quarantine), on_transfer_failure=policy)
-    rig.add("d", 20, leg=Leg.DECODE)
-    rig.step()
+    rig.begin("d", 20, leg=Leg.DECODE)
     (end,) = rig.fail_transfer("d", 3)
     assert (end.outcome, end.error, end.transfer_cause) == (outcome, "peer gone", TransferCause.PEER_GONE)
     assert rig.scheduler.make_stats().quarantined_blocks == (5 if quarantine else 0)
@@ -310,16 +288,14 @@ def test_a_failed_transfer_ends_its_request_with_the_reason_and_keeps_nothing_th
 
 def test_quarantined_blocks_are_not_allocated_until_released() -> None:
     rig = EngineRig(num_blocks=8)
-    rig.add("d", 12, leg=Leg.DECODE)
-    rig.step()
+    rig.begin("d", 12, leg=Leg.DECODE)
     load = rig.connector.loads["d"]
     rig.abort("d")
     assert rig.scheduler.make_stats().quarantined_blocks == 3
     with pytest.raises(DuplicateRequest):
         rig.scheduler.add_request(Request("d", RequestSpec([1], rig.requests["d"].sampling_params)))
     rig.add("other", 15, max_tokens=2)
-    rig.add("too big", 20, max_tokens=2)
-    rig.step()
+    rig.begin("too big", 20, max_tokens=2)
     rig.runner.write_slots(load.block_ids, [0xDEAD] * 12)
     rig.run()
     assert rig.tokens["other"] == rig.expected("other", 2), "a late write hurt nobody"
@@ -350,8 +326,7 @@ def test_an_abort_quarantines_the_prompts_blocks_while_they_are_loaded(rig: Engi
 
 def test_late_unknown_and_repeated_reports_change_nothing_and_are_counted(rig: EngineRig) -> None:
     rig.add("d", 10, leg=Leg.DECODE, max_tokens=3)
-    rig.add("w", 10, max_tokens=3)
-    rig.step()
+    rig.begin("w", 10, max_tokens=3)
     rig.complete_transfer("d")
     before = rig.scheduler.counters.num_unknown_transfers
     rig.transfer(arrived={"d": [1], "w": [1], "nobody": [1]}, failed={"d": "late", "w": "?"}, released=["d", "nobody"])
@@ -370,8 +345,7 @@ def test_a_decode_leg_that_never_fits_is_refused() -> None:
 
 def test_a_prompt_as_long_as_the_pool_is_loaded_whole() -> None:
     rig = EngineRig(num_blocks=3)
-    rig.add("d", 8, leg=Leg.DECODE, max_tokens=9)
-    rig.step()
+    rig.begin("d", 8, leg=Leg.DECODE, max_tokens=9)
     (end,) = rig.complete_transfer("d")
     assert end.outcome is Outcome.LENGTH
 
@@ -431,8 +405,7 @@ def test_a_connector_that_raises_fails_its_request_and_not_the_engine(
 ) -> None:
     rig.connector.raise_in = method
     rig.add("bad", 10, leg=leg, max_tokens=3)
-    rig.add("good", 6, max_tokens=3)
-    rig.run()
+    rig.complete("good", 6, max_tokens=3)
     assert rig.reason("bad") is (Outcome.KV_LOST if leg is Leg.DECODE else Outcome.ERROR)
     assert f"the test made {method} fail" in str(rig.ends["bad"].error)
     assert rig.tokens["good"] == rig.expected("good", 3)
@@ -443,8 +416,7 @@ def test_a_connector_that_raises_fails_its_request_and_not_the_engine(
 @pytest.mark.parametrize(("leg", "leased", "quarantined"), [(Leg.PREFILL, 3, 0), (Leg.DECODE, 0, 3), (Leg.WHOLE, 0, 0)])
 def test_blocks_are_kept_when_the_connector_raises_at_a_requests_end(leg: Leg, leased: int, quarantined: int) -> None:
     rig = EngineRig(max_num_batched_tokens=8)
-    rig.add("r", 10, leg=leg)
-    rig.step()
+    rig.begin("r", 10, leg=leg)
     rig.connector.raise_in = "request_finished"
     assert rig.abort("r")[0].outcome is Outcome.ABORTED
     stats = rig.scheduler.make_stats()
@@ -455,10 +427,8 @@ def test_blocks_are_kept_when_the_connector_raises_at_a_requests_end(leg: Leg, l
 def test_a_failed_load_is_computed_here_under_the_policy_recompute() -> None:
     rig = EngineRig(on_transfer_failure="recompute")
     prompt = prompt_of(21, 9)
-    rig.add("warm", prompt[:12], max_tokens=1)
-    rig.run()
-    rig.add("d", prompt, leg=Leg.DECODE, max_tokens=6)
-    rig.step()
+    rig.complete("warm", prompt[:12], max_tokens=1)
+    rig.begin("d", prompt, leg=Leg.DECODE, max_tokens=6)
     filling = set(rig.connector.loads["d"].block_ids[3:])
     rig.transfer(failed={"d": "peer gone"})
     assert rig.scheduler.make_stats().quarantined_blocks == len(filling) == 3, "the read may go on for ever"
@@ -500,8 +470,7 @@ def test_blocks_that_arrived_before_a_load_failed_are_not_recomputed(
     num_tokens: int, num_valid: int, kept: int, quarantine: bool
 ) -> None:
     rig = EngineRig(on_transfer_failure="recompute", connector=FakeConnector(quarantine=quarantine))
-    rig.add("d", num_tokens, leg=Leg.DECODE, max_tokens=6)
-    rig.step()
+    rig.begin("d", num_tokens, leg=Leg.DECODE, max_tokens=6)
     blocks = rig.connector.loads["d"].block_ids
     rig.fail_transfer("d", num_valid)
     num_full = min(num_valid, num_tokens // 4)
@@ -520,10 +489,8 @@ def test_blocks_that_arrived_before_a_load_failed_are_not_recomputed(
 def test_cached_blocks_before_a_failed_load_are_kept_with_those_that_arrived(num_valid: int, kept: int) -> None:
     rig = EngineRig(on_transfer_failure="recompute")
     prompt = prompt_of(25, 9)
-    rig.add("warm", prompt[:12], max_tokens=1)
-    rig.run()
-    rig.add("d", prompt, leg=Leg.DECODE, max_tokens=6)
-    rig.step()
+    rig.complete("warm", prompt[:12], max_tokens=1)
+    rig.begin("d", prompt, leg=Leg.DECODE, max_tokens=6)
     assert rig.connector.loads["d"].num_local_tokens == 12
     rig.fail_transfer("d", num_valid)
     assert computed_tokens(rig, "d") == 25 - kept
@@ -546,8 +513,7 @@ def test_with_windows_a_prefix_is_kept_where_every_group_has_what_the_next_query
     windows: tuple[int | None, ...], num_valid: int, kept: int
 ) -> None:
     rig = EngineRig(on_transfer_failure="recompute", windows=windows)
-    rig.add("d", 22, leg=Leg.DECODE, max_tokens=6)
-    rig.step()
+    rig.begin("d", 22, leg=Leg.DECODE, max_tokens=6)
     rig.fail_transfer("d", num_valid)
     assert computed_tokens(rig, "d") == 22 - kept
     rig.run_right("d")
@@ -556,14 +522,12 @@ def test_with_windows_a_prefix_is_kept_where_every_group_has_what_the_next_query
 def test_kept_blocks_are_idle_and_recomputed_if_they_were_evicted() -> None:
     """If two waiting requests held blocks that the other one needs, both would wait for ever."""
     rig = EngineRig(num_blocks=8, on_transfer_failure="recompute", max_num_seqs=2)
-    rig.add("d", 20, leg=Leg.DECODE, max_tokens=4)
-    rig.step()
+    rig.begin("d", 20, leg=Leg.DECODE, max_tokens=4)
     rig.fail_transfer("d", 3)
     accounts = rig.scheduler.kv_cache_manager.pool.accounts()
     assert (accounts.owned, accounts.cached_idle, accounts.quarantined) == (0, 3, 2)
     rig.abort("d")
-    rig.add("other", 16, max_tokens=2)
-    rig.run()
+    rig.complete("other", 16, max_tokens=2)
     rig.transfer(released=["d"])
     assert rig.tokens["other"] == rig.expected("other", 2)
     assert rig.scheduler.make_stats().free_blocks == 7
@@ -571,8 +535,7 @@ def test_kept_blocks_are_idle_and_recomputed_if_they_were_evicted() -> None:
 
 def test_without_a_prefix_cache_nothing_is_kept() -> None:
     rig = EngineRig(on_transfer_failure="recompute", enable_prefix_caching=False)
-    rig.add("d", 20, leg=Leg.DECODE, max_tokens=6)
-    rig.step()
+    rig.begin("d", 20, leg=Leg.DECODE, max_tokens=6)
     rig.fail_transfer("d", 3)
     assert computed_tokens(rig, "d") == 20
     rig.run_right("d")
@@ -580,8 +543,7 @@ def test_without_a_prefix_cache_nothing_is_kept() -> None:
 
 def test_no_block_of_a_failed_load_is_kept_if_the_connector_raises() -> None:
     rig = EngineRig(on_transfer_failure="recompute")
-    rig.add("d", 20, leg=Leg.DECODE, max_tokens=3)
-    rig.step()
+    rig.begin("d", 20, leg=Leg.DECODE, max_tokens=3)
     rig.connector.raise_in = "load_failed"
     rig.fail_transfer("d", 3)
     assert (rig.scheduler.counters.num_connector_errors, rig.scheduler.make_stats().quarantined_blocks) == (1, 5)
@@ -593,8 +555,7 @@ def test_no_block_of_a_failed_load_is_kept_if_the_connector_raises() -> None:
 def test_several_sequences_of_a_failed_load_are_computed_here(many: dict[str, Any]) -> None:
     rigs = [EngineRig(on_transfer_failure="recompute"), EngineRig()]
     for rig, leg in zip(rigs, (Leg.DECODE, Leg.WHOLE), strict=True):
-        rig.add("r", 18, leg=leg, max_tokens=5, **many)
-        rig.step()
+        rig.begin("r", 18, leg=leg, max_tokens=5, **many)
     rigs[0].transfer(failed={"r": "peer gone"}, released=["r"])
     for rig in rigs:
         rig.run()
@@ -604,8 +565,7 @@ def test_several_sequences_of_a_failed_load_are_computed_here(many: dict[str, An
 
 def test_a_request_recomputed_here_may_be_aborted_while_its_read_continues() -> None:
     rig = EngineRig(on_transfer_failure="recompute")
-    rig.add("d", 18, leg=Leg.DECODE, max_tokens=6)
-    rig.step()
+    rig.begin("d", 18, leg=Leg.DECODE, max_tokens=6)
     rig.transfer(failed={"d": "peer gone"})
     rig.step()
     rig.abort("d")
@@ -619,8 +579,7 @@ def test_a_load_lost_before_it_had_blocks_is_computed_here() -> None:
     rig = EngineRig(on_transfer_failure="recompute")
     rig.connector.unknown.add("d")
     rig.add("d", 18, leg=Leg.DECODE, max_tokens=6)
-    rig.add("other", 6, max_tokens=3)
-    rig.step()
+    rig.begin("other", 6, max_tokens=3)
     rig.transfer(failed={"d": "peer gone"})
     rig.run_right("d", "other")
     assert rig.scheduler.make_stats().free_blocks == rig.scheduler.make_stats().total_blocks
@@ -630,8 +589,7 @@ def test_a_load_lost_before_it_had_blocks_is_computed_here() -> None:
 @pytest.mark.parametrize("many", [{}, {"n": 3}, {"n": 2, "beam_width": 4}], ids=["one", "siblings", "beams"])
 def test_a_load_lost_before_it_had_blocks_ends_its_request(rig: EngineRig, many: dict[str, Any]) -> None:
     rig.connector.unknown.add("d")
-    rig.add("d", 18, leg=Leg.DECODE, max_tokens=6, **many)
-    rig.step()
+    rig.begin("d", 18, leg=Leg.DECODE, max_tokens=6, **many)
     rig.transfer(failed={"d": "peer gone", "nobody": "peer gone"})
     assert (rig.reason("d"), rig.ends["d"].error) == (Outcome.KV_LOST, "peer gone")
     assert rig.scheduler.counters.num_unknown_transfers == 1
@@ -640,8 +598,7 @@ def test_a_load_lost_before_it_had_blocks_ends_its_request(rig: EngineRig, many:
 
 
 def test_a_failure_that_comes_after_the_arrival_changes_nothing(rig: EngineRig) -> None:
-    rig.add("d", 18, leg=Leg.DECODE, max_tokens=3)
-    rig.step()
+    rig.begin("d", 18, leg=Leg.DECODE, max_tokens=3)
     rig.transfer(arrived={"d": [5]})
     rig.transfer(failed={"d": "too late"})
     assert rig.scheduler.counters.num_unknown_transfers == 1
@@ -652,8 +609,7 @@ def test_a_failure_that_comes_after_the_arrival_changes_nothing(rig: EngineRig) 
 def test_a_prefill_leg_reports_its_begin_when_it_has_its_blocks() -> None:
     rig = EngineRig(num_blocks=6)
     rig.add("first", 17, leg=Leg.PREFILL)
-    rig.add("second", 17, leg=Leg.PREFILL)
-    rig.step()
+    rig.begin("second", 17, leg=Leg.PREFILL)
     assert rig.connector.added == ["first", "second"]
     assert rig.connector.begun == {"first"}
     rig.run()
@@ -664,19 +620,16 @@ def test_a_prefill_leg_reports_its_begin_when_it_has_its_blocks() -> None:
 
 def test_a_prefill_leg_runs_even_if_its_begin_can_not_be_reported(rig: EngineRig) -> None:
     rig.connector.raise_in = "update_state_after_alloc"
-    rig.add("p", 17, leg=Leg.PREFILL)
-    rig.run()
+    rig.complete("p", 17, leg=Leg.PREFILL)
     assert rig.reason("p") is Outcome.HANDED_OFF
     assert rig.scheduler.counters.num_connector_errors == 1
 
 
 def test_a_prefill_legs_first_token_is_handed_off_with_its_logprobs(rig: EngineRig) -> None:
-    rig.add("p", 10, leg=Leg.PREFILL, logprobs=1, max_tokens=5)
-    rig.step()
+    rig.begin("p", 10, leg=Leg.PREFILL, logprobs=1, max_tokens=5)
     (drawn,) = rig.ends["p"].new_logprobs
     assert rig.requests["p"].last_logprobs == [drawn]
-    rig.add("d", rig.requests["p"].prompt_token_ids, leg=Leg.DECODE, logprobs=1, max_tokens=5)
-    rig.step()
+    rig.begin("d", rig.requests["p"].prompt_token_ids, leg=Leg.DECODE, logprobs=1, max_tokens=5)
     rig.write_kv("d")
     arrived = ArrivedKV((drawn.token_id,), (drawn,))
     rig.scheduler.update_from_kv_transfer(KVTransferOutput(arrived={"d": arrived}))
@@ -686,8 +639,7 @@ def test_a_prefill_legs_first_token_is_handed_off_with_its_logprobs(rig: EngineR
 
 
 def test_a_first_token_without_its_logprobs_is_reported_only_by_the_prefill_node(rig: EngineRig) -> None:
-    rig.add("d", 10, leg=Leg.DECODE, logprobs=1, max_tokens=5)
-    rig.step()
+    rig.begin("d", 10, leg=Leg.DECODE, logprobs=1, max_tokens=5)
     rig.write_kv("d")
     rig.scheduler.update_from_kv_transfer(KVTransferOutput(arrived={"d": ArrivedKV(rig.expected("d", 1))}))
     (first,) = rig.core.step()[0]

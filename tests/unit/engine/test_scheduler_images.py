@@ -69,13 +69,11 @@ class ImageRig(EngineRig):
 
 def test_a_prompt_is_computed_up_to_an_image_that_is_still_to_be_encoded() -> None:
     rig = ImageRig()
-    request = rig.add("r", 20, spans=[image("a", 8, 6)], max_tokens=3)
-    rig.step()
+    request = rig.begin("r", 20, spans=[image("a", 8, 6)], max_tokens=3)
     assert request.num_computed_tokens == 8
     assert [(each.digest, each.num_rows) for each in rig.encoding] == [("a", 6)]
     assert rig.waits()
-    rig.add("text", 5, max_tokens=2)
-    rig.run()
+    rig.complete("text", 5, max_tokens=2)
     assert rig.reason("text") is Outcome.LENGTH
     rig.encode("a")
     rig.run_right("r")
@@ -84,8 +82,7 @@ def test_a_prompt_is_computed_up_to_an_image_that_is_still_to_be_encoded() -> No
 def test_a_prompt_that_begins_with_an_image_gets_no_seat_before_it_is_encoded() -> None:
     rig = ImageRig(max_num_seqs=1)
     request = rig.add("r", 20, spans=[image("a", 0, 6)], max_tokens=3)
-    rig.add("text", 5, max_tokens=2)
-    rig.step()
+    rig.begin("text", 5, max_tokens=2)
     assert request.status is RequestStatus.WAITING
     rig.run()
     assert rig.reason("text") is Outcome.LENGTH
@@ -97,8 +94,7 @@ def test_a_prompt_that_begins_with_an_image_gets_no_seat_before_it_is_encoded() 
 def test_an_image_of_several_parts_with_text_between_is_encoded_once() -> None:
     rig = ImageRig(max_num_batched_tokens=8)
     parts = [image("a", 3, 4), image("a", 9, 4, first_row=4), image("a", 15, 4, first_row=8)]
-    rig.add("r", 24, spans=parts, max_tokens=3)
-    rig.step()
+    rig.begin("r", 24, spans=parts, max_tokens=3)
     assert [(each.digest, each.start, each.stop, each.num_rows) for each in rig.encoding] == [("a", 3, 19, 12)]
     rig.encode("a")
     rig.run_right("r")
@@ -106,15 +102,12 @@ def test_an_image_of_several_parts_with_text_between_is_encoded_once() -> None:
 
 def test_the_same_image_is_encoded_once_and_other_text_before_it_shares_no_block() -> None:
     rig = ImageRig(at_once=True)
-    rig.add("r", 20, spans=[image("a", 4, 8)], max_tokens=2)
-    rig.run()
-    rig.add("s", 20, spans=[image("a", 4, 8)], max_tokens=2)
-    rig.run()
+    rig.complete("r", 20, spans=[image("a", 4, 8)], max_tokens=2)
+    rig.complete("s", 20, spans=[image("a", 4, 8)], max_tokens=2)
     assert rig.runner.encoder.num_encoded == 1
     prompt = rig.requests["r"].prompt_token_ids
     rig.add("again", prompt, spans=[image("a", 4, 8)], max_tokens=2)
-    rig.add("other image", prompt, spans=[image("b", 4, 8)], max_tokens=2)
-    rig.run()
+    rig.complete("other image", prompt, spans=[image("b", 4, 8)], max_tokens=2)
     assert rig.requests["again"].num_cached_tokens == 16
     assert rig.requests["other image"].num_cached_tokens == 4
     assert rig.runner.encoder.num_encoded == 2
@@ -124,13 +117,10 @@ def test_the_same_image_is_encoded_once_and_other_text_before_it_shares_no_block
 
 def test_a_cached_prefix_needs_no_encoder() -> None:
     rig = ImageRig(at_once=True, num_encoder_rows=8)
-    rig.add("r", 21, spans=[image("a", 4, 8)], max_tokens=2)
-    rig.run()
-    rig.add("other", 12, spans=[image("b", 4, 8)], max_tokens=2)
-    rig.run()
+    rig.complete("r", 21, spans=[image("a", 4, 8)], max_tokens=2)
+    rig.complete("other", 12, spans=[image("b", 4, 8)], max_tokens=2)
     assert rig.runner.encoder.encoded.keys() == {"b"}
-    rig.add("again", rig.requests["r"].prompt_token_ids, spans=[image("a", 4, 8)], max_tokens=2)
-    rig.run()
+    rig.complete("again", rig.requests["r"].prompt_token_ids, spans=[image("a", 4, 8)], max_tokens=2)
     assert rig.runner.encoder.num_encoded == 2
     assert rig.tokens["again"] == rig.expected("again", 2)
 
@@ -140,8 +130,7 @@ def test_an_image_that_can_not_be_used_ends_all_that_need_it_and_nobody_else() -
     rig.runner.encoder.unusable["bad"] = "it can't be decoded"
     rig.add("r", 20, spans=[image("good", 0, 4), image("bad", 8, 4)], max_tokens=3)
     rig.add("s", 20, spans=[image("bad", 0, 4)], max_tokens=3)
-    rig.add("t", 20, spans=[image("good", 0, 4)], max_tokens=3, n=2)
-    rig.step()
+    rig.begin("t", 20, spans=[image("good", 0, 4)], max_tokens=3, n=2)
     rig.encode("good")
     rig.step()
     rig.encode("bad")
@@ -161,11 +150,9 @@ def test_an_image_that_is_too_large_for_the_cache_is_refused_at_once() -> None:
 
 def test_an_aborted_request_leaves_its_room_to_others() -> None:
     rig = ImageRig(num_encoder_rows=8)
-    rig.add("r", 20, spans=[image("a", 2, 8)], max_tokens=3)
-    rig.step()
+    rig.begin("r", 20, spans=[image("a", 2, 8)], max_tokens=3)
     rig.abort("r")
-    rig.add("s", 20, spans=[image("b", 2, 8)], max_tokens=3)
-    rig.step()
+    rig.begin("s", 20, spans=[image("b", 2, 8)], max_tokens=3)
     rig.encode("a")
     rig.run()
     rig.encode("b")
@@ -185,12 +172,10 @@ def test_prompts_are_cut_at_images_also_without_chunked_prefill() -> None:
 def test_what_only_ended_requests_asked_for_is_not_encoded_and_leaves_its_room() -> None:
     rig = ImageRig(num_encoder_rows=16)
     rig.add("gone", 40, spans=[image(digest, 10 * place, 8) for place, digest in enumerate("abc")])
-    shared = rig.add("shared", 20, spans=[image("a", 0, 8)], max_tokens=3)
-    rig.step()
+    shared = rig.begin("shared", 20, spans=[image("a", 0, 8)], max_tokens=3)
     assert [each.digest for each in rig.encoding] == ["a", "b"]
     rig.abort("gone")
-    rig.add("next", 20, spans=[image("d", 0, 8)], max_tokens=3)
-    rig.step()
+    rig.begin("next", 20, spans=[image("d", 0, 8)], max_tokens=3)
     assert [each.digest for each in rig.encoding] == ["a", "b", "d"]
     assert shared.status is RequestStatus.WAITING
     # Its encoding had begun: the rows that it makes are forgotten.
@@ -201,12 +186,10 @@ def test_what_only_ended_requests_asked_for_is_not_encoded_and_leaves_its_room()
 
 def test_a_failed_encoding_ends_no_request_that_did_not_ask_for_it() -> None:
     rig = ImageRig(at_once=True)
-    rig.add("first", 20, spans=[image("a", 0, 4)], max_tokens=2)
-    rig.run()
+    rig.complete("first", 20, spans=[image("a", 0, 4)], max_tokens=2)
     rig.encodes_at_once = False
     rig.add("remote", 20, leg=Leg.DECODE, spans=[image("b", 0, 4)], max_tokens=3)
-    rig.add("here", 20, spans=[image("b", 0, 4)], max_tokens=3)
-    rig.step()
+    rig.begin("here", 20, spans=[image("b", 0, 4)], max_tokens=3)
     rig.runner.encoder.unusable["b"] = "no memory"
     rig.encode("b")
     rig.run()
@@ -229,8 +212,7 @@ def test_a_preempted_request_has_its_images_encoded_again_if_they_are_gone(mode:
 
 def test_a_prefill_leg_with_images_offers_its_blocks() -> None:
     rig = ImageRig(max_num_batched_tokens=8)
-    rig.add("p", 20, leg=Leg.PREFILL, spans=[image("a", 6, 7)], max_tokens=3)
-    rig.step()
+    rig.begin("p", 20, leg=Leg.PREFILL, spans=[image("a", 6, 7)], max_tokens=3)
     rig.encode("a")
     rig.run()
     assert rig.reason("p") is Outcome.HANDED_OFF

@@ -81,11 +81,9 @@ def test_decode_legs_begin_to_load_in_their_own_order() -> None:
 
 def test_a_load_may_begin_while_an_earlier_request_waits_for_a_seat() -> None:
     rig = EngineRig(max_num_seqs=1)
-    rig.add("stream", 4, max_tokens=20)
-    rig.step()
+    rig.begin("stream", 4, max_tokens=20)
     rig.add("whole", 8, max_tokens=2)
-    rig.add("d", 8, leg=Leg.DECODE, max_tokens=2)
-    rig.step()
+    rig.begin("d", 8, leg=Leg.DECODE, max_tokens=2)
     assert list(rig.connector.loads) == ["d"]
     rig.complete_transfer("d")
     rig.run()
@@ -97,8 +95,7 @@ def test_a_load_may_begin_while_an_earlier_request_waits_for_a_seat() -> None:
 def test_loads_pass_a_request_that_waits_for_a_seat_a_bounded_number_of_times(policy: str) -> None:
     """A loaded request gets the next seat, so without a bound a stream of decode legs could delay it for ever."""
     rig = EngineRig(max_num_seqs=1, max_times_passed=3, policy=policy)
-    rig.add("stream", 4, max_tokens=2)
-    rig.step()
+    rig.begin("stream", 4, max_tokens=2)
     rig.add("whole", 8, max_tokens=2)
     for number in range(20):
         rig.add(f"d{number}", 8, leg=Leg.DECODE, max_tokens=2)
@@ -128,11 +125,9 @@ def test_no_load_begins_before_a_preempted_request_runs() -> None:
 
 def test_without_chunked_prefill_loads_begin_while_a_prompt_waits_for_a_step() -> None:
     rig = EngineRig(max_num_batched_tokens=40, max_model_len=40, max_num_seqs=4, enable_chunked_prefill=False)
-    rig.add("stream", 4, max_tokens=12)
-    rig.step()
+    rig.begin("stream", 4, max_tokens=12)
     rig.add("whole", 40 - 1, max_tokens=1)
-    rig.add("d", 8, leg=Leg.DECODE, max_tokens=2)
-    rig.step()
+    rig.begin("d", 8, leg=Leg.DECODE, max_tokens=2)
     assert list(rig.connector.loads) == ["d"]
     rig.step()
     assert "whole" in rig.ends, "and its own step comes next"
@@ -162,8 +157,7 @@ def test_a_request_whose_grammar_was_compiled_keeps_its_place(policy: str, leg: 
 
 def test_grammars_compiled_in_another_order_change_no_places() -> None:
     rig = EngineRig(max_num_seqs=1)
-    rig.add("running", 4, max_tokens=3)
-    rig.step()
+    rig.begin("running", 4, max_tokens=3)
     for name in ("a", "b", "c"):
         rig.add(name, 6, json_schema=SCHEMA, max_tokens=1)
     rig.add("plain", 6, max_tokens=1)
@@ -179,10 +173,8 @@ def test_grammars_compiled_in_another_order_change_no_places() -> None:
 def test_no_lookups_are_counted_with_prefix_caching_off() -> None:
     rig = EngineRig(enable_prefix_caching=False)
     for name in ("one", "again"):
-        rig.add(name, list(range(20)), max_tokens=2)
-        rig.run()
-    rig.add("d", list(range(20)), leg=Leg.DECODE, max_tokens=2)
-    rig.step()
+        rig.complete(name, list(range(20)), max_tokens=2)
+    rig.begin("d", list(range(20)), leg=Leg.DECODE, max_tokens=2)
     rig.complete_transfer("d")
     rig.run()
     cache = rig.scheduler.make_stats().prefix_cache

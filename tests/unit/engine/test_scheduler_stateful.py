@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.engine.batch import EngineCoreOutput
 from baton.engine.request import Request, RequestStatus
-from baton.engine.scheduler_config import PreemptionMode, TransferFailurePolicy
 from baton.engine.sequences.beams import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_id
 from baton.engine.waiting.request_queue import tokens_to_compute
@@ -79,62 +78,46 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(
         num_stripes=st.integers(4, 13),
-        windows=st.sampled_from([(None,), (None,), (6,), (None, 6), (2, 9, None), (3, 3)]),
         budget=st.integers(5, 24),
-        seats=st.integers(1, 5),
-        threshold=st.sampled_from([0, 3]),
-        watermark=st.sampled_from([0.0, 0.2]),
-        times_passed=st.integers(0, 3),
-        max_loras=st.integers(1, 3),
-        caching=st.booleans(),
-        chunked=st.booleans(),
+        limits=st.fixed_dictionaries(
+            {
+                "windows": st.sampled_from([(None,), (None,), (6,), (None, 6), (2, 9, None), (3, 3)]),
+                "max_num_seqs": st.integers(1, 5),
+                "long_prefill_token_threshold": st.sampled_from([0, 3]),
+                "watermark": st.sampled_from([0.0, 0.2]),
+                "max_times_passed": st.integers(0, 3),
+                "max_loras": st.integers(1, 3),
+                "enable_prefix_caching": st.booleans(),
+                "enable_chunked_prefill": st.booleans(),
+                "preemption_mode": st.sampled_from(["recompute", "swap", "auto"]),
+                "num_host_blocks": st.sampled_from([2, 4, 9, 30]),
+                "on_transfer_failure": st.sampled_from(["reroute", "recompute"]),
+                "speculation": st.sampled_from(
+                    [None, SpeculationConfig(prompt_lookup_min=1), SpeculationConfig("grammar")]
+                ),
+            }
+        ),
         faulty_runner=st.booleans(),
-        preemption_mode=st.sampled_from(["recompute", "swap", "auto"]),
-        num_host_blocks=st.sampled_from([2, 4, 9, 30]),
         copies_are_cheap=st.booleans(),
         ahead=st.sampled_from(["no", "late", "early"]),
         reads_at_once=st.booleans(),
-        on_transfer_failure=st.sampled_from(["reroute", "recompute"]),
-        speculation=st.sampled_from([None, SpeculationConfig(prompt_lookup_min=1), SpeculationConfig("grammar")]),
     )
     def start(
         self,
         num_stripes: int,
-        windows: tuple[int | None, ...],
         budget: int,
-        seats: int,
-        threshold: int,
-        watermark: float,
-        times_passed: int,
-        max_loras: int,
-        caching: bool,
-        chunked: bool,
+        limits: dict[str, Any],
         faulty_runner: bool,
-        preemption_mode: PreemptionMode,
-        num_host_blocks: int,
         copies_are_cheap: bool,
         ahead: Ahead,
         reads_at_once: bool,
-        on_transfer_failure: TransferFailurePolicy,
-        speculation: SpeculationConfig | None,
     ) -> None:
         self.rig = EngineRig(
-            1 + num_stripes * len(windows),
-            windows=windows,
-            max_num_batched_tokens=budget if chunked else 100,
-            max_num_seqs=seats,
+            1 + num_stripes * len(limits["windows"]),
+            max_num_batched_tokens=budget if limits["enable_chunked_prefill"] else 100,
             max_model_len=64,
-            long_prefill_token_threshold=threshold,
-            watermark=watermark,
-            max_times_passed=times_passed,
-            max_loras=max_loras,
-            enable_prefix_caching=caching,
-            enable_chunked_prefill=chunked,
-            preemption_mode=preemption_mode,
-            num_host_blocks=num_host_blocks,
-            on_transfer_failure=on_transfer_failure,
-            speculation=speculation,
             executor=executor_for(ahead),
+            **limits,
         )
         self.rig.runner.adapters.loaded = dict.fromkeys(filter(None, ADAPTERS), Path("/adapter"))
         self.ahead = ahead

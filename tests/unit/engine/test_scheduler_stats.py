@@ -24,8 +24,7 @@ def test_every_waiting_request_has_exactly_one_reason() -> None:
     rig.add("unsure", 8, leg=Leg.DECODE, max_tokens=3)
     assert waiting(rig) == {"capacity": 4}
     rig.step()
-    rig.add("queues", 8, max_tokens=3)
-    rig.step()
+    rig.begin("queues", 8, max_tokens=3)
     assert waiting(rig) == {"remote_kv": 1, "deferred": 1, "capacity": 1}
     rig.complete_transfer("pulls")
     assert waiting(rig) == {"arrived": 1, "deferred": 1, "capacity": 1}
@@ -38,8 +37,7 @@ def test_every_waiting_request_has_exactly_one_reason() -> None:
 
 def test_a_deferred_request_whose_prompt_has_begun_waits_for_another_reason(rig: EngineRig) -> None:
     rig.connector.unknown.add("unsure")
-    rig.add("unsure", 8, leg=Leg.DECODE, max_tokens=3)
-    rig.step()
+    rig.begin("unsure", 8, leg=Leg.DECODE, max_tokens=3)
     assert waiting(rig) == {"deferred": 1}
     assert rig.scheduler.make_stats().num_waiting_for_remote_kvs == 1, "no room here would help it"
     rig.connector.unknown.clear()
@@ -67,13 +65,11 @@ def test_preempted_and_swapped_requests_have_different_reasons() -> None:
 
 def test_hits_are_counted_by_source(rig: EngineRig) -> None:
     prompt = prompt_of(16)
-    rig.add("pulled", prompt, leg=Leg.DECODE, max_tokens=2)
-    rig.step()
+    rig.begin("pulled", prompt, leg=Leg.DECODE, max_tokens=2)
     assert rig.scheduler.make_stats().prefix_cache.num_hits == {"device": 0, "host": 0, "remote": 0}, "not yet"
     rig.complete_transfer("pulled")
     rig.run()
-    rig.add("found", prompt, max_tokens=2)
-    rig.run()
+    rig.complete("found", prompt, max_tokens=2)
     stats = rig.scheduler.make_stats().prefix_cache
     assert (stats.num_requests, stats.num_tokens) == (2, 32)
     assert stats.num_hits == {"device": 1, "host": 0, "remote": 1}
@@ -125,8 +121,7 @@ def test_a_computed_step_has_its_size_and_duration(rig: EngineRig) -> None:
     assert computed_step(rig, 0.25) == ComputedStep(StepFigures(250.0, 10, 0, 0), began + 0.25, True)
     rig.add("b", 7, max_tokens=5)
     assert computed_step(rig, 0.5) == ComputedStep(StepFigures(500.0, 7, 1, 10), began + 0.75, True)
-    rig.add("pulled", 8, leg=Leg.DECODE, max_tokens=5)
-    rig.step()
+    rig.begin("pulled", 8, leg=Leg.DECODE, max_tokens=5)
     rig.complete_transfer("pulled")
     rig.core.take_computed_step()
     assert computed_step(rig, 0.125) == ComputedStep(StepFigures(125.0, 0, 3, 12 + 8 + 8), began + 0.875, True), (
@@ -175,6 +170,5 @@ def test_token_counts_are_available_without_statistics() -> None:
 
 def test_stopped_events_are_not_recorded(rig: EngineRig) -> None:
     rig.scheduler.stop_events()
-    rig.add("runs", 8, max_tokens=2)
-    rig.run()
+    rig.complete("runs", 8, max_tokens=2)
     assert rig.scheduler.take_events() == []

@@ -18,8 +18,7 @@ PROMPT = prompt_of(6)
 
 def tokens_of(count: int) -> list[int]:
     rig = EngineRig()
-    rig.add("r", PROMPT, max_tokens=count)
-    rig.run()
+    rig.complete("r", PROMPT, max_tokens=count)
     return rig.tokens["r"]
 
 
@@ -52,8 +51,7 @@ def test_the_scripted_tokens_do_not_repeat() -> None:
 def test_each_stop_condition_ends_a_request(
     rig: EngineRig, params: dict[str, Any], eos: tuple[int, ...], reason: Outcome, stop_reason: int | None, length: int
 ) -> None:
-    rig.add("r", PROMPT, eos=frozenset(eos), **{"max_tokens": 10, **params})
-    rig.run()
+    rig.complete("r", PROMPT, eos=frozenset(eos), **{"max_tokens": 10, **params})
     assert rig.tokens["r"] == TOKENS[:length], "the token that stops is part of the output"
     assert (rig.ends["r"].outcome, rig.ends["r"].stop_reason) == (reason, stop_reason)
 
@@ -61,8 +59,7 @@ def test_each_stop_condition_ends_a_request(
 @pytest.mark.parametrize("min_tokens", [0, 9])
 def test_the_models_length_ends_a_request(min_tokens: int) -> None:
     rig = EngineRig(max_model_len=9)
-    rig.add("r", PROMPT, max_tokens=10, min_tokens=min_tokens)
-    rig.run()
+    rig.complete("r", PROMPT, max_tokens=10, min_tokens=min_tokens)
     assert rig.tokens["r"] == TOKENS[:3]
     assert rig.reason("r") is Outcome.LENGTH
 
@@ -71,8 +68,7 @@ def test_the_pool_bounds_the_models_length() -> None:
     """Two blocks hold eight tokens. The ninth token is sampled, and its KV is never needed."""
     rig = EngineRig(num_blocks=3)
     assert rig.scheduler.max_model_len == 9
-    rig.add("r", PROMPT, max_tokens=10)
-    rig.run()
+    rig.complete("r", PROMPT, max_tokens=10)
     assert rig.tokens["r"] == TOKENS[:3]
     assert rig.reason("r") is Outcome.LENGTH
 
@@ -103,8 +99,7 @@ def test_a_refusal_that_was_not_taken_comes_with_the_next_step() -> None:
 
 def test_a_failed_request_ends_alone(rig: EngineRig) -> None:
     rig.add("bad", 8, max_tokens=5)
-    rig.add("good", PROMPT, max_tokens=10)
-    rig.step()
+    rig.begin("good", PROMPT, max_tokens=10)
     rig.runner.failures["bad"] = "non-finite logits"
     rig.step()
     assert (rig.reason("bad"), rig.ends["bad"].error) == (Outcome.ERROR, "non-finite logits")
@@ -116,8 +111,7 @@ def test_kv_of_a_failed_chunk_is_never_found(rig: EngineRig) -> None:
     rig.add("bad", PROMPT, max_tokens=5)
     rig.runner.failures["bad"] = "non-finite logits"
     rig.step()
-    rig.add("good", PROMPT, max_tokens=10)
-    rig.run()
+    rig.complete("good", PROMPT, max_tokens=10)
     assert rig.ends["good"].num_cached_tokens == 0
 
 
@@ -125,8 +119,7 @@ def test_a_runner_that_raises_fails_the_step_and_not_the_engine() -> None:
     rig = EngineRig(max_num_seqs=2)
     rig.add("a", 8, max_tokens=5)
     rig.add("b", 8, max_tokens=5)
-    rig.add("waits", PROMPT, max_tokens=10)
-    rig.step()
+    rig.begin("waits", PROMPT, max_tokens=10)
     rig.runner.raise_next = RuntimeError("device lost")
     rig.step()
     assert rig.ends["a"].error == rig.ends["b"].error == "the runner failed: RuntimeError('device lost')"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +16,9 @@ from baton.messages.node import Leg, Outcome
 from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec, load
-from baton.runner.loading import load_runner
-from baton.runner.model.random_model import write_random_model
-from baton.runner.simulated import expected_tokens
-from baton.runner.spec import TorchSpec
 from tests.doubles.fake_clock import FakeClock
 from tests.support.engine_rig import EngineRig, prompt_of
-from tests.support.tiny_models import TINY_MODELS
+from tests.support.simulated_oracle import expected_tokens
 
 
 def swapping(num_blocks: int = 6, num_host_blocks: int = 16, **limits: Any) -> EngineRig:
@@ -212,10 +206,11 @@ def generate(core: EngineCore, params: SamplingParams) -> dict[str, list[int]]:
     return tokens
 
 
-def limits(mode: str, **others: int) -> SchedulerConfig:
-    scarce = {"num_blocks": 28, "num_host_blocks": 64} if mode != "neither" else {"num_blocks": 128}
+def limits(mode: str) -> SchedulerConfig:
+    num_blocks, num_host_blocks = (128, 0) if mode == "neither" else (28, 64)
     return SchedulerConfig(
-        **scarce | others,  # type: ignore[arg-type]
+        num_blocks,
+        num_host_blocks=num_host_blocks,
         block_size=4,
         max_num_batched_tokens=48,
         max_num_seqs=8,
@@ -236,24 +231,3 @@ def test_simulated_tokens_do_not_depend_on_preemption(mode: str) -> None:
     assert (core.scheduler.make_stats().num_preemptions_by_mode.get(mode, 0) > 0) == (mode != "neither")
     for name, prompt in PROMPTS.items():
         assert tokens[name] == expected_tokens([token % 256 for token in prompt], params, spec)
-
-
-def test_a_models_tokens_do_not_depend_on_preemption(tmp_path: Path) -> None:
-    write_random_model(tmp_path / "tiny", TINY_MODELS["qwen3"], seed=1)
-    runner = load_runner(
-        TorchSpec(tmp_path / "tiny", dtype="float32", block_size=4, num_blocks=128, host_cache_bytes=1 << 20)
-    )
-    fields = CacheKeyFields.of(runner.model, runner.layout)
-    params = SamplingParams(temperature=0.0, max_tokens=16)
-    tokens = {}
-    for mode in ("neither", "recompute", "swap"):
-        config = limits(mode)
-        if mode == "swap":
-            config = replace(config, num_host_blocks=runner.num_host_blocks)
-        core = EngineCore(Scheduler(config, fields, FakeClock()), runner)
-        tokens[mode] = generate(core, params)
-        assert (core.scheduler.make_stats().num_preemptions_by_mode.get(mode, 0) > 0) == (mode != "neither")
-        core.step()
-    assert tokens["swap"] == tokens["neither"]
-    assert tokens["recompute"] == tokens["neither"]
-    assert len({tuple(own) for own in tokens["neither"].values()}) > 1

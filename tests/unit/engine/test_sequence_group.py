@@ -46,8 +46,7 @@ def test_each_sequence_has_its_own_id_and_seed() -> None:
 @pytest.mark.parametrize("caching", [True, False])
 def test_each_sequence_has_the_tokens_that_it_has_alone(num_prompt_tokens: int, caching: bool) -> None:
     rig = EngineRig(enable_prefix_caching=caching)
-    rig.add("r", num_prompt_tokens, n=4, max_tokens=9, seed=3)
-    rig.run()
+    rig.complete("r", num_prompt_tokens, n=4, max_tokens=9, seed=3)
     assert_all_right(rig, 4, 9)
     assert len({tuple(rig.tokens[name]) for name in names(4)}) == 4
     assert not rig.scheduler.has_requests()
@@ -97,8 +96,7 @@ def test_nothing_to_copy_when_the_fork_begins_a_block(rig: EngineRig) -> None:
 def test_more_sequences_than_seats_run_one_after_the_other() -> None:
     rig = EngineRig(max_num_seqs=2, enable_prefix_caching=False)
     rig.add("r", 6, n=8, max_tokens=5)
-    rig.add("later", 6, max_tokens=5)
-    rig.run()
+    rig.complete("later", 6, max_tokens=5)
     assert_all_right(rig, 8, 5)
     assert rig.tokens["later"] == rig.expected("later", 5)
 
@@ -118,12 +116,10 @@ def test_further_sequences_are_admitted_before_later_requests() -> None:
 def test_many_sequences_leave_half_of_the_seats_to_others(caching: bool, policy: str) -> None:
     rig = EngineRig(num_blocks=257, max_num_seqs=8, enable_prefix_caching=caching, policy=policy)
     rig.add("r", 6, n=128, max_tokens=5)
-    for _ in range(3):
-        rig.step()
+    rig.steps(3)
     load = rig.scheduler.make_stats()
     assert (load.num_running, load.num_waiting) == (4, 0), "the others are held back, and are no load"
-    rig.add("later", 6, max_tokens=5)
-    rig.step()
+    rig.begin("later", 6, max_tokens=5)
     assert rig.requests["later"].status is RequestStatus.RUNNING
     most = 0
     while rig.core.has_work():
@@ -140,8 +136,7 @@ def test_sequences_of_two_large_requests_take_turns_with_others() -> None:
     rig = EngineRig(num_blocks=257, max_num_seqs=4)
     rig.add("r", 6, n=20, max_tokens=4)
     rig.add("s", 6, n=20, max_tokens=4)
-    for _ in range(3):
-        rig.step()
+    rig.steps(3)
     rig.add("later", 6, max_tokens=4)
     order = []
     while rig.core.has_work():
@@ -165,8 +160,7 @@ def test_a_prompt_of_128_sequences_is_computed_once() -> None:
 def test_sequences_that_are_held_back_can_be_aborted() -> None:
     rig = EngineRig(num_blocks=257, max_num_seqs=4)
     rig.add("r", 6, n=100, max_tokens=50)
-    for _ in range(4):
-        rig.step()
+    rig.steps(4)
     (ended,) = rig.abort_sequence("r", 99)
     assert (name_of(ended), ended.outcome) == ("r~99", Outcome.ABORTED)
     assert len(rig.abort("r")) == 99
@@ -179,8 +173,7 @@ def test_sequences_that_are_held_back_can_be_aborted() -> None:
 @pytest.mark.parametrize("caching", [True, False])
 def test_preempted_sequences_are_resumed_with_the_same_tokens(caching: bool) -> None:
     rig = EngineRig(num_blocks=9, enable_prefix_caching=caching)
-    rig.add("r", 6, n=4, max_tokens=20)
-    rig.run()
+    rig.complete("r", 6, n=4, max_tokens=20)
     assert rig.scheduler.make_stats().num_preemptions > 0
     assert_all_right(rig, 4, 20)
 
@@ -197,8 +190,7 @@ def test_a_prompt_being_computed_is_waited_for_not_computed_twice() -> None:
 
 def test_the_request_id_ends_all_sequences_and_a_lone_id_one(rig: EngineRig) -> None:
     rig.add("r", 6, n=3, max_tokens=50)
-    for _ in range(4):
-        rig.step()
+    rig.steps(4)
     (ended,) = rig.abort_sequence("r", 0)
     assert (name_of(ended), ended.outcome) == ("r", Outcome.ABORTED)
     (ended,) = rig.abort_sequence("r", 2)
@@ -217,8 +209,7 @@ def test_the_request_id_ends_all_sequences_and_a_lone_id_one(rig: EngineRig) -> 
 
 def test_an_abort_ends_waiting_sequences() -> None:
     rig = EngineRig(max_num_seqs=1)
-    rig.add("r", 6, n=3, max_tokens=50)
-    rig.step()
+    rig.begin("r", 6, n=3, max_tokens=50)
     assert len(rig.abort("r")) == 3
     rig.run()
     assert not rig.scheduler.has_requests()
@@ -229,8 +220,7 @@ def test_one_failed_sequence_fails_the_request(broken: str) -> None:
     rig = EngineRig(max_num_seqs=2)
     rig.add("r", 6, n=3, max_tokens=50)
     rig.add("bystander", 5, max_tokens=4)
-    for _ in range(3):
-        rig.step()
+    rig.steps(3)
     rig.runner.failures[broken] = "non-finite logits"
     rig.run()
     assert {rig.reason(name) for name in names(3)} == {Outcome.ERROR}
@@ -239,8 +229,7 @@ def test_one_failed_sequence_fails_the_request(broken: str) -> None:
 
 
 def test_an_invalid_sequence_makes_the_whole_request_invalid(rig: EngineRig) -> None:
-    rig.add("r", 6, n=3, max_tokens=50)
-    rig.step()
+    rig.begin("r", 6, n=3, max_tokens=50)
     rig.step()
     decided = rig.scheduler.schedule()
     failed = {"r~1": InvalidRequest("json_schema", "too complex")}
@@ -253,8 +242,7 @@ def test_an_invalid_sequence_makes_the_whole_request_invalid(rig: EngineRig) -> 
 
 def test_a_transferred_prompt_serves_all_sequences() -> None:
     rig = EngineRig(enable_prefix_caching=False)
-    rig.add("r", 10, leg=Leg.DECODE, n=4, max_tokens=7)
-    rig.step()
+    rig.begin("r", 10, leg=Leg.DECODE, n=4, max_tokens=7)
     assert set(rig.scheduler.requests) == {"r"}
     rig.complete_transfer("r")
     counts = [dict(step(rig).num_scheduled_tokens), dict(step(rig).num_scheduled_tokens)]
@@ -264,20 +252,17 @@ def test_a_transferred_prompt_serves_all_sequences() -> None:
 
 
 def test_the_prefill_leg_hands_off_even_if_its_own_sequence_stopped(rig: EngineRig) -> None:
-    rig.add("p", 10, leg=Leg.PREFILL, n=2, max_tokens=1)
-    rig.run()
+    rig.complete("p", 10, leg=Leg.PREFILL, n=2, max_tokens=1)
     assert rig.reason("p") is Outcome.HANDED_OFF
     assert rig.tokens["p"] == rig.expected("p", 1)
-    rig.add("d", 10, leg=Leg.DECODE, n=2, max_tokens=1)
-    rig.step()
+    rig.begin("d", 10, leg=Leg.DECODE, n=2, max_tokens=1)
     rig.complete_transfer("d")
     assert rig.reason("d") is Outcome.LENGTH
     rig.run_right("d~1")
 
 
 def test_a_transfer_that_fails_ends_the_request_once(rig: EngineRig) -> None:
-    rig.add("r", 10, leg=Leg.DECODE, n=4, max_tokens=7)
-    rig.step()
+    rig.begin("r", 10, leg=Leg.DECODE, n=4, max_tokens=7)
     assert rig.abort_sequence("r", 0) == [], "there are no sequences yet, and the others need the prompt"
     (ended,) = rig.transfer(failed={"r": "peer gone"})
     assert ended.outcome is Outcome.KV_LOST
@@ -295,11 +280,9 @@ def test_n_and_best_of_out_of_bounds_are_refused(rig: EngineRig, n: int) -> None
 def test_the_other_sequences_continue_when_one_ends_at_once() -> None:
     rig = EngineRig(enable_prefix_caching=False)
     prompt = prompt_of(6)
-    rig.add("other", prompt, max_tokens=1)
-    rig.run()
+    rig.complete("other", prompt, max_tokens=1)
     (first,) = rig.tokens["other"]
-    rig.add("s", prompt, n=3, max_tokens=5, stop_token_ids=frozenset({first}))
-    rig.run()
+    rig.complete("s", prompt, n=3, max_tokens=5, stop_token_ids=frozenset({first}))
     assert rig.reason("s") is Outcome.STOP
     for name in names(3, "s")[1:]:
         expected = rig.expected(name, 5)

@@ -10,13 +10,11 @@ from typing import TypeVar
 import pytest
 
 from baton.errors import TransferCause, TransferFailed
-from baton.machine import Machine, render_mermaid
 from baton.messages.ids import Peer
 from baton.messages.node_report import ProbeFault
 from kv_transfer.link.link_messages import AskProbe, ProbeReady, ProbeResult
 from kv_transfer.receiver.join_probe import JoinProbes
 from kv_transfer.receiver.probe_values import (
-    PROBE_TABLE,
     EndLink,
     PairProven,
     ProbeAgain,
@@ -30,7 +28,6 @@ from kv_transfer.receiver.probe_values import (
 )
 from kv_transfer.receiver.transfer_values import CancelRead, TellSender
 from tests.doubles.fake_clock import FakeClock
-from tests.support.transitions import check_pair, every_pair
 
 S, E = ProbeState, ProbeEvent
 P0 = Peer("p0", "p0.x", "h:1")
@@ -38,35 +35,6 @@ P1 = Peer("p1", "p1.x", "h:2")
 KNOWN, OTHER, BEFORE = 71, 72, 73
 TIMES = ProbeTimes(tick_s=1.0, max_quiet_ticks=5, first_pause_s=1.0, max_pause_s=8.0)
 T = TypeVar("T")
-
-EXPECTED: dict[ProbeState, dict[str, ProbeState]] = {
-    S.ASKED: {"READY": S.WAITING, "FAIL": S.FAILED},
-    S.WAITING: {"START": S.READING, "FAIL": S.FAILED},
-    S.READING: {"NEXT_GROUP": S.ASKED, "MATCH": S.PASSED, "FAIL": S.FAILED},
-    S.PASSED: {},
-    S.FAILED: {},
-}
-PATHS: dict[ProbeState, list[ProbeEvent]] = {
-    S.ASKED: [],
-    S.WAITING: [E.READY],
-    S.READING: [E.READY, E.START],
-    S.PASSED: [E.READY, E.START, E.MATCH],
-    S.FAILED: [E.FAIL],
-}
-
-
-@every_pair(ProbeState, ProbeEvent)
-def test_every_pair_does_what_the_table_says(state: ProbeState, event: ProbeEvent) -> None:
-    machine = Machine("probe", S.ASKED, PROBE_TABLE)
-    for earlier in PATHS[state]:
-        machine.feed(earlier)
-    check_pair(machine.feed, lambda: machine.state, event, EXPECTED[state])
-
-
-def test_passed_and_failed_are_final() -> None:
-    diagram = render_mermaid(S.ASKED, PROBE_TABLE)
-    assert "PASSED --> [*]" in diagram
-    assert "FAILED --> [*]" in diagram
 
 
 class Rig:

@@ -4,6 +4,7 @@ test_handoff_conversations, the table of states is in test_lease_table.
 Cases are in lease_cases.txt. A line is what happens, and behind `->` all that the book does about it. Attempts have one
 letter, and link 1 is that of process d0.x of the reader d0:
 
+  given a read prompt           what GIVEN says happened before
   1: subscribe a 0              a message of the reader over link 1; also expect, progress, confirm, part, abandon,
                                 `abandon … reading` and heartbeat
   offer a 0 5 6                 prompt blocks 0 and 1 are computed, in the sender's blocks 5 and 6

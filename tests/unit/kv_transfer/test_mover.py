@@ -1,6 +1,6 @@
 """The mover over the in-process fake: the order of reads, their answers, and which reads may still write.
 
-What a node uses is a mover of parts (`PartsMover`). With one part on either side it must be the mover itself.
+What all movers have in common, as a node uses them, is in tests/contract/test_parts_movers.py.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import xxhash
 
-from baton.background import BackgroundWatch, current_watch
-from baton.clock import SystemClock
+from baton.clock import Clock, SystemClock
 from baton.engine.runner import KVMemory
 from baton.errors import BackgroundFault, ConfigError, EngineFault, TransferCause
-from baton.runner.blocks.block_digests import block_digests
+from baton.runner.blocks.block_digests import BlockDigests, block_digests
 from baton.runner.blocks.known_bytes import FillBlock, known_bytes
 from baton.runner.blocks.sub_blocks import WHOLE, Division
 from kv_transfer.backends.base import BadRange, PeerGone, PeerMemory, ReadHandle, ReadState, ReadStuck
-from kv_transfer.layout import PeerNode
 from kv_transfer.mover.agent_reads import LONGEST_PAUSE_S, READER_PUMP_S, SHORTEST_PAUSE_S, STUCK_AFTER_S, pause
 from kv_transfer.mover.mover import STOP_WITHIN_S, Mover
 from kv_transfer.mover.part_mover import (
@@ -46,6 +45,7 @@ from tests.doubles.fake_clock import FakeClock
 from tests.doubles.fake_mover import FakeMover
 from tests.doubles.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from tests.doubles.faulty_transfer_backend import Faults, FaultyTransferBackend
+from tests.support.mover_events import MoverEvents
 from tests.support.transfer_sender import fill, new_memory, pattern
 from tests.support.virtual_time import run_virtually
 
@@ -101,20 +101,22 @@ class WatchedBackend(FakeTransferBackend):
 
 
 class Bench:
-    """A mover, alone or as a node's only part, the fabric it reads over, and its events."""
+    """A mover, the fabric it reads over, and its events."""
 
-    def __init__(self, faults: Faults | None = None, in_parts: bool = False) -> None:
+    def __init__(
+        self,
+        faults: Faults | None = None,
+        clock: Clock | None = None,
+        deliver: DeliverEvent | None = None,
+        digests: BlockDigests | None = None,
+    ) -> None:
         self.fabric = FakeTransferFabric()
         self.local, _ = new_memory(NUM_BLOCKS, BLOCK_BYTES)
-        self.events: queue.SimpleQueue[MoverEvent] = queue.SimpleQueue()
-        self.clock = SystemClock()
+        self.events = MoverEvents()
         self.backend = WatchedBackend(self.fabric, "receiver", self.local)
         self.faulty = FaultyTransferBackend(self.backend, faults)
-
-        def make(deliver: DeliverEvent) -> Mover:
-            return Mover(lambda: self.faulty if faults else self.backend, deliver, self.clock, SMALL)
-
-        self.mover = PartsMover.of_one(None, make, self.events.put) if in_parts else make(self.events.put)
+        backend = self.faulty if faults else self.backend
+        self.mover = Mover(lambda: backend, deliver or self.events.put, clock or SystemClock(), SMALL, digests)
 
     def add_sender(self, name: str) -> PeerMemory:
         memory, buffer = new_memory(NUM_BLOCKS, BLOCK_BYTES)
@@ -122,78 +124,59 @@ class Bench:
         backend = FakeTransferBackend(self.fabric, name, memory)
         return PeerMemory.of(memory, name, backend.agent_metadata())
 
-    def connect(self, peer: PeerMemory) -> None:
-        if isinstance(self.mover, PartsMover):
-            self.mover.connect(PeerNode.of(peer))
-        else:
-            self.mover.connect(peer)
-
-    def attach(self, name: str) -> PeerMemory:
+    def attach(self, name: str = "sender") -> PeerMemory:
         peer = self.add_sender(name)
-        self.connect(peer)
-        assert self.next() == Connected(name)
+        self.round_trip(peer)
         return peer
-
-    def next(self) -> MoverEvent:
-        return self.events.get(timeout=WITHIN_S)
 
     def round_trip(self, peer: PeerMemory) -> None:
         """Wait until the mover has executed all earlier commands."""
-        self.connect(peer)
-        assert self.next() == Connected(peer.incarnation)
+        self.mover.connect(peer)
+        assert self.events.next() == Connected(peer.incarnation)
+
+    def hold(self, read_id: int, num_blocks: int, name: str = "sender", posts: int = 1) -> None:
+        """Read so many blocks of a sender that does not answer."""
+        self.fabric.freeze(name)
+        before = len(self.backend.posted)
+        self.mover.read(read_id, name, [ReadRange(0, 0, num_blocks)])
+        wait_until(lambda: len(self.backend.posted) == before + posts)
 
     def block(self, index: int) -> bytes:
         return ctypes.string_at(self.local.base_address + index * BLOCK_BYTES, BLOCK_BYTES)
 
-    def assert_silent(self) -> None:
-        assert self.events.empty()
-
 
 @pytest.fixture(autouse=True)
-def faults() -> Iterator[queue.SimpleQueue[BackgroundFault]]:
-    """The faults that would end the process."""
-    met: queue.SimpleQueue[BackgroundFault] = queue.SimpleQueue()
-    token = current_watch.set(BackgroundWatch(met.put))
-    yield met
-    current_watch.reset(token)
-
-
-@pytest.fixture(params=[False, True], ids=["alone", "in-parts"])
-def in_parts(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
+def watched(faults: queue.SimpleQueue[BackgroundFault]) -> None:
+    """Faults end no process here."""
 
 
 @pytest.fixture
-def bench(in_parts: bool) -> Iterator[Bench]:
-    made = Bench(in_parts=in_parts)
-    made.mover.start()
-    yield made
-    made.mover.stop()
-
-
-@pytest.fixture
-def faulty(in_parts: bool) -> Iterator[Callable[[Faults], Bench]]:
+def start() -> Iterator[Callable[..., Bench]]:
+    """Makes benches with running movers."""
     made: list[Bench] = []
 
-    def make(faults: Faults) -> Bench:
-        made.append(Bench(faults, in_parts))
+    def make(*args: Any, **kwargs: Any) -> Bench:
+        made.append(Bench(*args, **kwargs))
         made[-1].mover.start()
         return made[-1]
 
     yield make
-    for each in made:
-        each.mover.stop()
+    for bench in made:
+        for name in ("sender", "stopped"):
+            if bench.fabric.find(name):
+                bench.fabric.thaw(name)
+        bench.mover.stop()
+
+
+@pytest.fixture
+def bench(start: Callable[..., Bench]) -> Bench:
+    return start()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = SystemClock().monotonic() + WITHIN_S
     while not condition():
         assert SystemClock().monotonic() < deadline, "nothing happened"
-
-
-def failure(event: MoverEvent) -> tuple[int, TransferCause]:
-    assert isinstance(event, ReadFailed), event
-    return event.read_id, event.cause
 
 
 # When it looks
@@ -208,9 +191,9 @@ def test_the_pause_grows_while_nothing_arrives_and_is_endless_without_work() -> 
 
 
 def test_an_idle_mover_leaves_its_agent_alone(bench: Bench) -> None:
-    peer = bench.attach("sender")
+    peer = bench.attach()
     bench.mover.read(1, "sender", [ReadRange(0, 0, 20)])
-    assert isinstance(bench.next(), ReadDone)
+    bench.events.next_of(ReadDone)
     bench.round_trip(peer)
     before = bench.backend.calls
     for _ in range(5):
@@ -219,7 +202,7 @@ def test_an_idle_mover_leaves_its_agent_alone(bench: Bench) -> None:
 
 
 def test_the_mover_pumps_exactly_while_a_lease_is_open(bench: Bench) -> None:
-    peer = bench.attach("sender")
+    peer = bench.attach()
     assert bench.backend.calls == 0
     pumped = bench.backend.pumped = threading.Event()
     bench.mover.set_num_readers(2)
@@ -238,10 +221,9 @@ def test_the_mover_pumps_exactly_while_a_lease_is_open(bench: Bench) -> None:
 
 
 def test_a_read_is_answered_with_its_bytes_times_and_ranges(bench: Bench) -> None:
-    bench.attach("sender")
+    bench.attach()
     bench.mover.read(7, "sender", [ReadRange(0, 9, 3), ReadRange(10, 3, 4)])
-    done = bench.next()
-    assert isinstance(done, ReadDone)
+    done = bench.events.next_of(ReadDone)
     assert (done.read_id, done.num_bytes, done.num_descriptors) == (7, 7 * BLOCK_BYTES, 3)
     assert 0 <= done.post_s <= done.total_s
     assert [bench.block(i) for i in (0, 2, 10, 13)] == [pattern(i, 1, BLOCK_BYTES) for i in (9, 11, 3, 6)]
@@ -250,71 +232,54 @@ def test_a_read_is_answered_with_its_bytes_times_and_ranges(bench: Bench) -> Non
 
 
 def test_a_short_read_does_not_wait_for_a_long_one(bench: Bench) -> None:
-    bench.attach("sender")
-    bench.fabric.freeze("sender")
-    bench.mover.read(1, "sender", [ReadRange(0, 0, 60)])
-    wait_until(lambda: len(bench.backend.posted) == 2)
+    bench.attach()
+    bench.hold(1, 60, posts=2)
     bench.mover.read(2, "sender", [ReadRange(60, 0, 1)])
     bench.fabric.thaw("sender")
-    done = [bench.next() for _ in range(2)]
-    assert [d.read_id for d in done if isinstance(d, ReadDone)] == [2, 1]
+    assert [bench.events.next_of(ReadDone).read_id for _ in range(2)] == [2, 1]
 
 
 def test_ranges_that_do_not_fit_are_refused_as_a_whole(bench: Bench) -> None:
-    bench.attach("sender")
+    bench.attach()
     bench.mover.read(1, "sender", [ReadRange(0, 0, 4), ReadRange(8, 0, 4), ReadRange(4, NUM_BLOCKS, 1)])
-    assert failure(bench.next()) == (1, TransferCause.REFUSED)
+    assert bench.events.failure() == (1, TransferCause.REFUSED)
     assert bench.backend.posted == []
 
 
 def test_a_refused_post_fails_its_read_and_holds_up_no_other(bench: Bench) -> None:
-    peer = bench.attach("sender")
+    peer = bench.attach()
     bench.backend.refuse_posts = 1
     bench.mover.read(1, "sender", [ReadRange(0, 0, 8)])
-    assert failure(bench.next()) == (1, TransferCause.REFUSED)
-    bench.fabric.freeze("sender")
-    bench.mover.read(2, "sender", [ReadRange(0, 0, 8)])
-    wait_until(lambda: len(bench.backend.posted) == 2)
+    assert bench.events.failure() == (1, TransferCause.REFUSED)
+    bench.hold(2, 8, posts=2)
     bench.backend.refuse_posts = 1
     for read_id in (3, 4):
         bench.mover.read(read_id, "sender", [ReadRange(10 * read_id, 0, 1)])
     bench.round_trip(peer)
     bench.fabric.thaw("sender")
-    answers = {e.read_id: type(e) for e in (bench.next() for _ in range(3)) if isinstance(e, ReadDone | ReadFailed)}
-    assert answers == {2: ReadDone, 3: ReadFailed, 4: ReadDone}
-
-
-def test_an_unknown_peer_is_gone(bench: Bench) -> None:
-    bench.mover.read(1, "nobody", [ReadRange(0, 0, 1)])
-    assert failure(bench.next()) == (1, TransferCause.PEER_GONE)
-    bench.mover.disconnect("nobody")
-    bench.mover.cancel(1)
+    assert bench.events.answers(3) == {2: ReadDone, 3: ReadFailed, 4: ReadDone}
 
 
 def test_a_read_id_in_use_is_refused_and_free_again_afterwards(bench: Bench) -> None:
-    bench.attach("sender")
-    bench.fabric.freeze("sender")
-    bench.mover.read(1, "sender", [ReadRange(0, 0, 1)])
+    bench.attach()
+    bench.hold(1, 1)
     with pytest.raises(ValueError, match="read 1"):
         bench.mover.read(1, "sender", [ReadRange(1, 1, 1)])
     bench.fabric.thaw("sender")
-    assert isinstance(bench.next(), ReadDone)
+    bench.events.next_of(ReadDone)
     bench.mover.read(1, "sender", [ReadRange(1, 1, 1)])
-    assert isinstance(bench.next(), ReadDone)
+    bench.events.next_of(ReadDone)
 
 
 def test_cancel_posts_no_more_and_waits_for_what_is_in_flight(bench: Bench) -> None:
-    peer = bench.attach("sender")
-    bench.fabric.freeze("sender")
-    bench.mover.read(1, "sender", [ReadRange(0, 0, 60)])
+    peer = bench.attach()
+    bench.hold(1, 60, posts=2)
     bench.mover.read(2, "sender", [ReadRange(60, 0, 1)])
-    wait_until(lambda: len(bench.backend.posted) == 2)
     bench.mover.cancel(1)
     bench.round_trip(peer)
     assert bench.mover.figures.reads_in_flight >= 1
     bench.fabric.thaw("sender")
-    answers = {e.read_id: type(e) for e in (bench.next(), bench.next()) if isinstance(e, ReadDone | ReadFailed)}
-    assert answers == {1: ReadFailed, 2: ReadDone}
+    assert bench.events.answers(2) == {1: ReadFailed, 2: ReadDone}
     assert len(bench.backend.posted) <= 3
 
 
@@ -322,13 +287,13 @@ def test_cancel_posts_no_more_and_waits_for_what_is_in_flight(bench: Bench) -> N
 
 
 def test_a_block_is_filled_before_a_later_read_is_posted(bench: Bench) -> None:
-    peer = bench.attach("sender")
+    peer = bench.attach()
     bench.mover.fill(-2, 3, "seed")
     bench.mover.read(-2, peer.incarnation, [ReadRange(4, 5, 1)])
     digest = xxhash.xxh3_64_intdigest(known_bytes("seed", BLOCK_BYTES))
-    assert bench.next() == BlockFilled(-2, {1: digest})
+    assert bench.events.next() == BlockFilled(-2, {1: digest})
     assert block_digests(bench.local)([3]) == [digest]
-    assert isinstance(bench.next(), ReadDone)
+    bench.events.next_of(ReadDone)
     assert known_bytes("seed", BLOCK_BYTES) == known_bytes("seed", BLOCK_BYTES) != known_bytes("other", BLOCK_BYTES)
 
 
@@ -338,33 +303,35 @@ def test_a_block_that_cant_be_filled_ends_no_mover(bench: Bench, monkeypatch: py
 
     monkeypatch.setattr("kv_transfer.mover.agent_reads.block_filler", no_filler)
     bench.mover.fill(-2, 3, "seed")
-    failed = bench.next()
-    assert isinstance(failed, FillFailed)
+    failed = bench.events.next_of(FillFailed)
     assert "no way to this memory" in failed.detail
-    bench.attach("sender")
+    bench.attach()
     bench.mover.stop()
     bench.mover.fill(-3, 3, "seed")
-    assert isinstance(bench.next(), FillFailed)
+    bench.events.next_of(FillFailed)
 
 
-def test_a_connect_that_fails_is_answered_with_the_cause(bench: Bench) -> None:
+def test_a_peer_whose_memory_does_not_fit_or_has_changed_is_not_connected(bench: Bench) -> None:
     peer = bench.add_sender("sender")
-    bench.connect(dataclasses.replace(peer, block_bytes=1))
-    event = bench.next()
-    assert isinstance(event, ConnectFailed)
-    assert event.error.cause is TransferCause.LAYOUT_MISMATCH
-    bench.connect(peer)
-    bench.connect(peer)
-    assert [bench.next(), bench.next()] == [Connected("sender")] * 2
-    bench.connect(dataclasses.replace(peer, num_blocks=1))
-    assert isinstance(bench.next(), ConnectFailed)
+    bench.mover.connect(dataclasses.replace(peer, block_bytes=1))
+    assert bench.events.next_of(ConnectFailed).error.cause is TransferCause.LAYOUT_MISMATCH
+    for _ in range(2):
+        bench.round_trip(peer)
+    bench.mover.connect(dataclasses.replace(peer, num_blocks=1))
+    assert bench.events.next_of(ConnectFailed).error.cause is TransferCause.REFUSED
+
+
+def test_an_unknown_peer_is_gone(bench: Bench) -> None:
+    bench.mover.read(1, "nobody", [ReadRange(0, 0, 1)])
+    assert bench.events.failure() == (1, TransferCause.PEER_GONE)
+    bench.mover.disconnect("nobody")
+    bench.mover.cancel(1)
 
 
 def test_a_backend_that_breaks_on_a_peer_does_not_end_the_mover(bench: Bench) -> None:
     peer = bench.add_sender("sender")
-    bench.connect(dataclasses.replace(peer, num_blocks="many"))  # type: ignore[arg-type]
-    event = bench.next()
-    assert isinstance(event, ConnectFailed)
+    bench.mover.connect(dataclasses.replace(peer, num_blocks="many"))  # type: ignore[arg-type]
+    event = bench.events.next_of(ConnectFailed)
     assert event.error.cause is TransferCause.REFUSED
     bench.round_trip(peer)
 
@@ -377,34 +344,30 @@ def test_a_killed_peer_fails_its_reads_and_no_others(bench: Bench) -> None:
         bench.mover.read(read_id, "doomed", [ReadRange(20 * read_id, 0, 20)])
     wait_until(lambda: len(bench.backend.posted) == 2)
     bench.fabric.kill("doomed")
-    assert sorted((failure(bench.next()) for _ in range(3)), key=lambda f: f[0]) == [
-        (i, TransferCause.PEER_GONE) for i in range(3)
-    ]
+    assert dict(bench.events.failure() for _ in range(3)) == dict.fromkeys(range(3), TransferCause.PEER_GONE)
     bench.mover.read(3, "doomed", [ReadRange(0, 0, 1)])
-    assert failure(bench.next()) == (3, TransferCause.PEER_GONE)
+    assert bench.events.failure() == (3, TransferCause.PEER_GONE)
     bench.mover.read(4, "other", [ReadRange(0, 0, 1)])
-    assert isinstance(bench.next(), ReadDone)
+    bench.events.next_of(ReadDone)
     assert bench.mover.figures.reads_in_flight == 0
 
 
 def test_disconnect_waits_for_reads_in_flight_and_connect_cancels_it(bench: Bench) -> None:
-    peer = bench.attach("sender")
-    bench.fabric.freeze("sender")
-    bench.mover.read(1, "sender", [ReadRange(0, 0, 8)])
-    wait_until(lambda: len(bench.backend.posted) == 2)
+    peer = bench.attach()
+    bench.hold(1, 8, posts=2)
     bench.mover.read(2, "sender", [ReadRange(8, 8, 1)])
     bench.mover.disconnect("sender")
-    assert failure(bench.next()) == (2, TransferCause.CANCELLED)
+    assert bench.events.failure() == (2, TransferCause.CANCELLED)
     bench.mover.read(3, "sender", [ReadRange(9, 9, 1)])
-    assert failure(bench.next()) == (3, TransferCause.CANCELLED)
+    assert bench.events.failure() == (3, TransferCause.CANCELLED)
     assert bench.mover.figures.reads_in_flight == 1
     bench.round_trip(peer)
     bench.mover.read(4, "sender", [ReadRange(9, 9, 1)])
     bench.fabric.thaw("sender")
-    assert [e.read_id for e in (bench.next(), bench.next()) if isinstance(e, ReadDone)] == [1, 4]
+    assert [bench.events.next_of(ReadDone).read_id for _ in range(2)] == [1, 4]
     bench.mover.disconnect("sender")
     bench.mover.read(5, "sender", [ReadRange(9, 9, 1)])
-    assert failure(bench.next()) == (5, TransferCause.PEER_GONE)
+    assert bench.events.failure() == (5, TransferCause.PEER_GONE)
     bench.round_trip(peer)
 
 
@@ -412,17 +375,14 @@ class StuckBench(Bench):
     """A read that failed and may still write, of a peer that lives. Its mover polls as often as it can."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.manual = FakeClock()
-        self.mover = Mover(lambda: self.backend, self.events.put, self.manual, SMALL)
+        super().__init__(clock=self.manual)
         self.mover.start()
         self.mover.set_num_readers(1)
-        self.peer = self.attach("sender")
-        self.fabric.freeze("sender")
-        self.mover.read(1, "sender", [ReadRange(0, 0, 1)])
-        wait_until(lambda: len(self.backend.posted) == 1)
+        self.peer = self.attach()
+        self.hold(1, 1)
         self.backend.break_reads = True
-        assert self.next() == ReadStalled(1, "sender: KV transfer failed: peer_gone (broken)")
+        assert self.events.next() == ReadStalled(1, "sender: KV transfer failed: peer_gone (broken)")
         wait_until(lambda: self.mover.figures.stuck_reads == 1)
 
     def probe(self) -> None:
@@ -436,14 +396,14 @@ def test_a_read_that_may_still_write_is_not_answered_while_its_peer_lives() -> N
     bench = StuckBench()
     bench.backend.break_reads = False
     bench.fabric.thaw("sender")
-    bench.connect(bench.peer)
-    assert isinstance(bench.next(), ConnectFailed)
+    bench.mover.connect(bench.peer)
+    bench.events.next_of(ConnectFailed)
     for _ in range(3):
         bench.probe()
     assert bench.backend.posted[1:] == [(ReadRange(0, 0, 1),)] * 3
     assert bench.mover.figures.reads_in_flight == 1
     bench.mover.stop()
-    bench.assert_silent()
+    assert bench.events.empty()
     assert (bench.mover.figures.reads_in_flight, bench.mover.figures.stuck_reads) == (1, 1)
     assert not bench.backend.closed
 
@@ -455,11 +415,11 @@ def test_a_read_that_may_still_write_is_over_when_its_peer_is_gone(probed: str) 
     if probed == "answers":
         bench.fabric.thaw("sender")
     bench.probe()
-    bench.assert_silent()
+    assert bench.events.empty()
     bench.backend.break_reads = False
     bench.fabric.kill("sender")
     bench.manual.advance(MAX_PROBE_INTERVAL_S)
-    assert failure(bench.next()) == (1, TransferCause.PEER_GONE)
+    assert bench.events.failure() == (1, TransferCause.PEER_GONE)
     bench.mover.stop()
     assert (bench.mover.figures.reads_in_flight, bench.mover.figures.stuck_reads) == (0, 0)
     assert bench.backend.closed
@@ -468,64 +428,57 @@ def test_a_read_that_may_still_write_is_over_when_its_peer_is_gone(probed: str) 
 # Faults of the transport
 
 
-def test_a_disconnect_in_the_middle_fails_the_read_once(faulty: Callable[[Faults], Bench]) -> None:
-    bench = faulty(Faults(disconnect=1.0))
-    peer = bench.attach("sender")
+def test_a_disconnect_in_the_middle_fails_the_read_once(start: Callable[..., Bench]) -> None:
+    bench = start(Faults(disconnect=1.0))
+    peer = bench.attach()
     bench.mover.read(1, "sender", [ReadRange(0, 0, 40)])
-    assert failure(bench.next()) == (1, TransferCause.PEER_GONE)
+    assert bench.events.failure() == (1, TransferCause.PEER_GONE)
     bench.round_trip(peer)
-    bench.assert_silent()
+    assert bench.events.empty()
 
 
-def test_slow_reads_arrive_whole(faulty: Callable[[Faults], Bench]) -> None:
-    bench = faulty(Faults(delay=1.0, slow=1.0, late=1.0, duplicate=1.0))
-    bench.attach("sender")
+def test_slow_reads_arrive_whole(start: Callable[..., Bench]) -> None:
+    bench = start(Faults(delay=1.0, slow=1.0, late=1.0, duplicate=1.0))
+    bench.attach()
     bench.mover.read(1, "sender", [ReadRange(0, 0, 40)])
-    assert isinstance(bench.next(), ReadDone)
+    bench.events.next_of(ReadDone)
     assert all(bench.block(i) == pattern(i, 1, BLOCK_BYTES) for i in range(40))
-    bench.assert_silent()
+    assert bench.events.empty()
 
 
 @pytest.mark.parametrize("faults", [Faults(drop=1.0), Faults(corrupt=1.0)])
-def test_a_read_with_silent_damage_is_reported_done(faulty: Callable[[Faults], Bench], faults: Faults) -> None:
-    bench = faulty(faults)
-    bench.attach("sender")
+def test_a_read_with_silent_damage_is_reported_done(start: Callable[..., Bench], faults: Faults) -> None:
+    bench = start(faults)
+    bench.attach()
     bench.mover.read(1, "sender", [ReadRange(0, 0, 4)])
-    assert isinstance(bench.next(), ReadDone)
+    bench.events.next_of(ReadDone)
     assert [bench.block(i) == pattern(i, 1, BLOCK_BYTES) for i in range(4)].count(False) == 1
 
 
-def test_a_stalled_read_is_counted_and_writes_late(faulty: Callable[[Faults], Bench]) -> None:
-    bench = faulty(Faults(stall=1.0))
-    bench.attach("sender")
+def test_a_stalled_read_is_counted_and_writes_late(start: Callable[..., Bench]) -> None:
+    bench = start(Faults(stall=1.0))
+    bench.attach()
     bench.mover.read(1, "sender", [ReadRange(0, 0, 4)])
     wait_until(lambda: bench.mover.figures.stuck_reads == 1)
     bench.mover.disconnect("sender")
     assert bench.block(3) == bytes(BLOCK_BYTES)
     bench.faulty.resume_stalled()
-    assert isinstance(bench.next(), ReadDone)
+    bench.events.next_of(ReadDone)
     assert bench.block(3) == pattern(3, 1, BLOCK_BYTES)
     wait_until(lambda: bench.mover.figures.stuck_reads == 0)
 
 
-def test_a_read_without_progress_is_stuck_after_a_while() -> None:
-    bench = Bench()
+def test_a_read_without_progress_is_stuck_after_a_while(start: Callable[..., Bench]) -> None:
     clock = FakeClock()
-    mover = bench.mover = Mover(lambda: bench.backend, bench.events.put, clock, SMALL)
-    mover.start()
-    peer = bench.attach("sender")
-    bench.fabric.freeze("sender")
-    mover.read(1, "sender", [ReadRange(0, 0, 1)])
-    wait_until(lambda: mover.figures.reads_in_flight == 1)
+    bench = start(clock=clock)
+    peer = bench.attach()
+    bench.hold(1, 1)
     bench.round_trip(peer)
-    assert mover.figures.stuck_reads == 0
+    assert bench.mover.figures.stuck_reads == 0
     clock.advance(STUCK_AFTER_S)
-    wait_until(lambda: mover.figures.stuck_reads == 1)
+    wait_until(lambda: bench.mover.figures.stuck_reads == 1)
     bench.fabric.thaw("sender")
-    done = bench.next()
-    assert isinstance(done, ReadDone)
-    assert done.total_s == STUCK_AFTER_S
-    mover.stop()
+    assert bench.events.next_of(ReadDone).total_s == STUCK_AFTER_S
 
 
 # Bytes that stop
@@ -542,9 +495,9 @@ class SlowBench(Bench):
         self.mover = FakeMover(lambda: self.backend, self.events.put, self.manual, one_block, stall_s=10.0)
         self.mover.start()
         for name in senders:
-            self.connect(self.add_sender(name))
+            self.mover.connect(self.add_sender(name))
             self.turn()
-            assert self.next() == Connected(name)
+            assert self.events.next() == Connected(name)
 
     def turn(self) -> None:
         assert isinstance(self.mover, FakeMover)
@@ -555,10 +508,7 @@ class SlowBench(Bench):
         """The events that are delivered meanwhile."""
         for _ in range(int(seconds / self.turn_s)):
             self.turn()
-        said = []
-        while not self.events.empty():
-            said.append(self.events.get())
-        return said
+        return self.events.left()
 
 
 def test_a_read_of_which_nothing_arrives_is_reported_stalled_once_and_may_still_end() -> None:
@@ -665,23 +615,17 @@ def digests() -> ThreadNotingDigests:
 
 
 @pytest.fixture
-def digesting(digests: ThreadNotingDigests) -> Iterator[Bench]:
-    bench = Bench()
-    bench.mover = Mover(lambda: bench.backend, bench.events.put, bench.clock, SMALL, digests)
-    bench.mover.start()
-    yield bench
-    if bench.fabric.find("stopped"):
-        bench.fabric.thaw("stopped")
-    bench.mover.stop()
+def digesting(start: Callable[..., Bench], digests: ThreadNotingDigests) -> Bench:
+    return start(digests=digests)
 
 
 def test_a_mover_with_nothing_to_move_computes_digests_itself_after_read_done(
     digesting: Bench, digests: ThreadNotingDigests
 ) -> None:
-    digesting.attach("sender")
+    digesting.attach()
     digesting.mover.read(1, "sender", [ReadRange(3, 0, 2)], (3, 4))
-    assert isinstance(digesting.next(), ReadDone)
-    assert digesting.next() == BlocksDigested(1, {3: 1003, 4: 1004})
+    digesting.events.next_of(ReadDone)
+    assert digesting.events.next() == BlocksDigested(1, {3: 1003, 4: 1004})
     assert digests.threads == ["baton-mover"]
 
 
@@ -689,30 +633,28 @@ def test_while_there_is_something_to_move_a_helper_computes_them(
     digesting: Bench, digests: ThreadNotingDigests
 ) -> None:
     digesting.attach("stopped")
-    digesting.fabric.freeze("stopped")
-    digesting.mover.read(1, "stopped", [ReadRange(20, 0, 1)], (20,))
-    wait_until(lambda: digesting.mover.figures.reads_in_flight == 1)
-    digesting.attach("sender")
+    digesting.hold(1, 1, "stopped")
+    digesting.attach()
     digesting.mover.read(2, "sender", [ReadRange(3, 0, 2)], (4,))
-    said = [digesting.next(), digesting.next()]
+    said = [digesting.events.next(), digesting.events.next()]
     assert BlocksDigested(2, {4: 1004}) in said
     assert digests.threads == ["baton-digests"]
 
 
 def test_every_block_of_a_long_read_that_is_wanted_is_digested_once(digesting: Bench) -> None:
-    digesting.attach("sender")
+    digesting.attach()
     wanted = [*range(0, 40, 3), 55]
     digesting.mover.read(1, "sender", [ReadRange(0, 0, 40), ReadRange(50, 50, 10)], wanted)
     found: list[int] = []
     done = False
     while not done or len(found) < len(wanted):
-        event = digesting.next()
+        event = digesting.events.next()
         done = done or isinstance(event, ReadDone)
         if isinstance(event, BlocksDigested):
             assert all(digest == 1000 + block for block, digest in event.digests.items())
             found += event.digests
     assert sorted(found) == wanted
-    digesting.assert_silent()
+    assert digesting.events.empty()
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -720,17 +662,13 @@ def test_what_a_piece_brings_is_digested_in_one_call_for_each_group(
     digesting: Bench, digests: ThreadNotingDigests, parts: int
 ) -> None:
     """Ranges of groups take turns."""
-    digesting.attach("sender")
+    digesting.attach()
     ranges = [ReadRange(block, block, 1, number % 2) for number, block in enumerate(range(3, 11, 2))]
     wanted = [r.local_block * parts + part for r in ranges for part in range(parts)]
     digesting.mover.read(1, "sender", ranges, wanted, parts)
-    assert isinstance(digesting.next(), ReadDone)
-    found: dict[int, int] = {}
-    for _ in range(2):
-        event = digesting.next()
-        assert isinstance(event, BlocksDigested)
-        found |= event.digests
-    assert found.keys() == set(wanted)
+    digesting.events.next_of(ReadDone)
+    first, second = (digesting.events.next_of(BlocksDigested) for _ in range(2))
+    assert {*first.digests, *second.digests} == set(wanted)
     assert len(digests.threads) == 2
 
 
@@ -738,17 +676,19 @@ def test_digests_that_can_not_be_computed_are_reported_and_the_mover_goes_on(
     digesting: Bench, digests: ThreadNotingDigests
 ) -> None:
     digests.fail = True
-    peer = digesting.attach("sender")
+    peer = digesting.attach()
     digesting.mover.read(1, "sender", [ReadRange(3, 0, 2)], (3, 4))
-    assert isinstance(digesting.next(), ReadDone)
-    assert digesting.next() == DigestsFailed(1, "the reader could not compute digests: MemoryError('no digests today')")
+    digesting.events.next_of(ReadDone)
+    assert digesting.events.next() == DigestsFailed(
+        1, "the reader could not compute digests: MemoryError('no digests today')"
+    )
     digesting.round_trip(peer)
 
 
 def test_digests_that_are_not_wanted_are_not_computed(digesting: Bench, digests: ThreadNotingDigests) -> None:
-    peer = digesting.attach("sender")
+    peer = digesting.attach()
     digesting.mover.read(1, "sender", [ReadRange(3, 0, 2)])
-    assert isinstance(digesting.next(), ReadDone)
+    digesting.events.next_of(ReadDone)
     digesting.round_trip(peer)
     assert digests.threads == []
 
@@ -780,38 +720,22 @@ def test_the_agent_lives_in_the_movers_thread(bench: Bench) -> None:
     mover.stop()
 
 
-def test_an_event_that_can_not_be_delivered_ends_the_process(faults: queue.SimpleQueue[BackgroundFault]) -> None:
-    """Somebody would wait for that event for ever."""
-    bench = Bench()
-
-    def deliver(event: MoverEvent) -> None:
-        raise ZeroDivisionError("listener")
-
-    mover = bench.mover = Mover(lambda: bench.backend, deliver, SystemClock(), SMALL)
-    mover.start()
-    mover.read(1, "nobody", [ReadRange(0, 0, 1)])
-    assert isinstance(faults.get(timeout=WITHIN_S).__cause__, ZeroDivisionError)
-    mover.stop()
-
-
-def test_digests_that_can_not_be_delivered_end_the_process(
-    digesting: Bench, faults: queue.SimpleQueue[BackgroundFault]
+@pytest.mark.parametrize("of_digests", [False, True])
+def test_an_event_that_can_not_be_delivered_ends_the_process(
+    start: Callable[..., Bench], faults: queue.SimpleQueue[BackgroundFault], of_digests: bool
 ) -> None:
-    digesting.attach("stopped")
-    digesting.fabric.freeze("stopped")
-    digesting.attach("sender")
+    """Somebody would wait for that event for ever. Digests are delivered by their own thread while a read is out."""
 
     def deliver(event: MoverEvent) -> None:
-        if isinstance(event, BlocksDigested):
+        if isinstance(event, BlocksDigested if of_digests else ReadFailed):
             raise ZeroDivisionError("listener")
-        digesting.events.put(event)
+        made.events.put(event)
 
-    assert isinstance(digesting.mover, Mover)
-    digesting.mover._digest_queue._deliver = deliver
-    digesting.mover.read(1, "stopped", [ReadRange(20, 0, 1)], (20,))
-    wait_until(lambda: digesting.mover.figures.reads_in_flight == 1)
-    digesting.mover.read(2, "sender", [ReadRange(3, 0, 1)], (3,))
-    assert isinstance(digesting.next(), ReadDone)
+    made = start(deliver=deliver, digests=ThreadNotingDigests())
+    made.attach("stopped")
+    made.hold(1, 1, "stopped")
+    made.attach()
+    made.mover.read(2, "sender" if of_digests else "nobody", [ReadRange(3, 0, 1)], (3,))
     assert isinstance(faults.get(timeout=WITHIN_S).__cause__, ZeroDivisionError)
 
 
@@ -830,7 +754,7 @@ def test_an_agent_that_can_not_be_pumped_ends_the_process(
 
 def test_a_read_that_can_not_be_released_fails_alone(bench: Bench) -> None:
     """The agent reports DONE and then fails to release the read: only what that read brought is in doubt."""
-    bench.attach("sender")
+    bench.attach()
     release = bench.backend.release
 
     def fail_once(handle: ReadHandle) -> None:
@@ -840,71 +764,59 @@ def test_a_read_that_can_not_be_released_fails_alone(bench: Bench) -> None:
 
     bench.backend.release = fail_once  # type: ignore[method-assign]
     bench.mover.read(1, "sender", [ReadRange(0, 0, 1)])
-    assert failure(bench.next()) == (1, TransferCause.REFUSED)
+    assert bench.events.failure() == (1, TransferCause.REFUSED)
     bench.mover.read(2, "sender", [ReadRange(1, 0, 20)])
-    assert isinstance(bench.next(), ReadDone)
+    bench.events.next_of(ReadDone)
     assert bench.mover.fault is None
 
 
 def test_stop_answers_what_is_queued_and_everything_later(bench: Bench) -> None:
-    peer = bench.attach("sender")
-    bench.fabric.freeze("sender")
-    bench.mover.read(1, "sender", [ReadRange(0, 0, 8)])
-    wait_until(lambda: len(bench.backend.posted) == 2)
+    peer = bench.attach()
+    bench.hold(1, 8, posts=2)
     bench.mover.read(2, "sender", [ReadRange(8, 0, 8)])
     stopper = threading.Thread(target=bench.mover.stop)
     stopper.start()
-    assert failure(bench.next()) == (2, TransferCause.CANCELLED)
+    assert bench.events.failure() == (2, TransferCause.CANCELLED)
     bench.fabric.thaw("sender")
-    assert isinstance(bench.next(), ReadDone)
+    bench.events.next_of(ReadDone)
     stopper.join(WITHIN_S)
     assert bench.backend.closed
     for _ in range(2):
         bench.mover.read(3, "sender", [ReadRange(0, 0, 1)])
-        assert failure(bench.next()) == (3, TransferCause.CANCELLED)
-    bench.connect(peer)
-    assert isinstance(bench.next(), ConnectFailed)
+        assert bench.events.failure() == (3, TransferCause.CANCELLED)
+    bench.mover.connect(peer)
+    bench.events.next_of(ConnectFailed)
     bench.mover.stop()
 
 
-def test_stop_does_not_wait_for_ever_and_keeps_memory_that_may_be_written() -> None:
-    bench = Bench()
+def test_stop_does_not_wait_for_ever_and_keeps_memory_that_may_be_written(start: Callable[..., Bench]) -> None:
     clock = FakeClock()
-    mover = bench.mover = Mover(lambda: bench.backend, bench.events.put, clock, SMALL)
-    mover.start()
-    bench.attach("sender")
-    bench.fabric.freeze("sender")
-    mover.read(1, "sender", [ReadRange(0, 0, 1)])
-    mover.read(2, "sender", [ReadRange(8, 0, 30)])
+    bench = start(clock=clock)
+    bench.attach()
+    bench.hold(1, 1)
+    bench.mover.read(2, "sender", [ReadRange(8, 0, 30)])
     wait_until(lambda: len(bench.backend.posted) == 2)
-    stopper = threading.Thread(target=mover.stop)
+    stopper = threading.Thread(target=bench.mover.stop)
     stopper.start()
     while stopper.is_alive():
         clock.advance(STOP_WITHIN_S)
         stopper.join(0.001)
-    bench.assert_silent()
-    assert mover.figures.reads_in_flight == 2
-    assert mover.fault is None
+    assert bench.events.empty()
+    assert (bench.mover.figures.reads_in_flight, bench.mover.fault) == (2, None)
     assert not bench.backend.closed
 
 
 def test_a_fault_ends_the_thread_and_answers_only_what_can_be_answered(
-    faults: queue.SimpleQueue[BackgroundFault],
+    bench: Bench, faults: queue.SimpleQueue[BackgroundFault]
 ) -> None:
-    bench = Bench()
-    bench.mover.start()
-    bench.attach("sender")
-    bench.fabric.freeze("sender")
-    bench.mover.read(1, "sender", [ReadRange(0, 0, 8)])
-    wait_until(lambda: len(bench.backend.posted) == 2)
+    def fail(handle: ReadHandle) -> ReadState:
+        raise ZeroDivisionError("a fault of the backend")
+
+    bench.attach()
+    bench.hold(1, 8, posts=2)
     bench.mover.read(2, "sender", [ReadRange(8, 0, 8)])
-    bench.backend.poll = _fail  # type: ignore[method-assign]
-    assert failure(bench.next()) == (2, TransferCause.CANCELLED)
+    bench.backend.poll = fail  # type: ignore[method-assign]
+    assert bench.events.failure() == (2, TransferCause.CANCELLED)
     wait_until(lambda: bench.mover.fault is not None)
     assert bench.mover.figures.reads_in_flight == 1
     assert isinstance(faults.get_nowait().__cause__, ZeroDivisionError)
-    bench.mover.stop()
-
-
-def _fail(handle: ReadHandle) -> ReadState:
-    raise ZeroDivisionError("a fault of the backend")

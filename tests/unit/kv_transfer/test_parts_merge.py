@@ -1,5 +1,5 @@
-"""How reads, peers and fillings of a node in parts are divided, and how the answers are merged: every (state, event)
-pair, and drawn orders of events."""
+"""How reads, peers and fillings of a node in parts are divided, and how the answers are merged: every event in every
+state of a read, and drawn orders of events."""
 
 from __future__ import annotations
 
@@ -13,19 +13,15 @@ from hypothesis import strategies as st
 
 from baton.engine.runner import KVLayout, LayerGeometry, LayerGroup
 from baton.errors import TransferCause, TransferFailed
-from baton.machine import Machine
 from kv_transfer.backends.base import PeerMemory
 from kv_transfer.layout import MAX_PARTS, PeerNode, part_name
 from kv_transfer.mover.merge_values import (
-    MERGE_TABLE,
     CancelPart,
     ConnectPart,
     Deliver,
     DisconnectPart,
     FillPart,
     MergeEffect,
-    MergeEvent,
-    MergeState,
     ReadPart,
 )
 from kv_transfer.mover.part_mover import (
@@ -42,7 +38,6 @@ from kv_transfer.mover.part_mover import (
 )
 from kv_transfer.mover.parts_merge import PartsMerge
 from kv_transfer.piece_plan import ReadRange
-from tests.support.transitions import check_pair, every_pair, row
 
 LAYOUT = KVLayout.uniform(16, 6, 2, 64, "bfloat16")
 IN_TWO = (range(3), range(3, 6))
@@ -127,6 +122,11 @@ class Rig:
         return [CancelPart(self.sub_reads[n].part, self.sub_reads[n].read_id) for n in left]
 
 
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
 # Peers
 
 
@@ -175,8 +175,7 @@ def test_a_call_that_fails_leaves_the_pairs_to_the_next_call() -> None:
     assert len(merge.read(1, "p", RANGES)) == 2
 
 
-def test_a_peer_that_changed_is_refused_and_the_old_one_stays() -> None:
-    rig = Rig()
+def test_a_peer_that_changed_is_refused_and_the_old_one_stays(rig: Rig) -> None:
     for changed in (peer_node("p", IN_THREE, num_blocks=7), peer_node("p", WHOLE)):
         (event,) = said(rig.merge.connect(changed))
         assert isinstance(event, ConnectFailed)
@@ -211,8 +210,7 @@ def test_without_a_layout_only_nodes_with_one_part_fit() -> None:
     assert isinstance(said(merge.connect(peer_node("q", IN_TWO)))[0], ConnectFailed)
 
 
-def test_a_disconnected_peer_is_remembered_until_its_last_read_is_over() -> None:
-    rig = Rig()
+def test_a_disconnected_peer_is_remembered_until_its_last_read_is_over(rig: Rig) -> None:
     rig.read()
     assert pairs_of(rig.merge.disconnect("p")) == [(0, "p"), (0, "p/1"), (1, "p/1"), (1, "p/2")]
     late = rig.merge.read(2, "p", RANGES)
@@ -227,8 +225,7 @@ def test_a_disconnected_peer_is_remembered_until_its_last_read_is_over() -> None
     assert rig.merge.disconnect("p") == []
 
 
-def test_a_disconnected_peer_may_connect_again_with_other_values() -> None:
-    rig = Rig()
+def test_a_disconnected_peer_may_connect_again_with_other_values(rig: Rig) -> None:
     rig.read()
     rig.merge.disconnect("p")
     again = rig.merge.connect(peer_node("p", IN_TWO))
@@ -263,8 +260,7 @@ def test_sub_reads_of_probes_have_negative_ids() -> None:
     assert all(sub.read_id < 0 for sub in Rig().read(-3))
 
 
-def test_a_read_id_in_use_is_refused_and_free_once_it_is_answered() -> None:
-    rig = Rig()
+def test_a_read_id_in_use_is_refused_and_free_once_it_is_answered(rig: Rig) -> None:
     rig.read(to_digest=[0])
     with pytest.raises(ValueError, match="read 1"):
         rig.read()
@@ -277,8 +273,7 @@ def test_a_read_without_ranges_is_left_to_the_parts_to_refuse() -> None:
     assert len(Rig().read(ranges=[])) == 4
 
 
-def test_bytes_and_descriptors_are_added_and_the_longest_time_counts() -> None:
-    rig = Rig()
+def test_bytes_and_descriptors_are_added_and_the_longest_time_counts(rig: Rig) -> None:
     rig.read()
     assert [rig.done(0, 10, 0.1, 4.0), rig.done(1, 20, 0.3, 1.0), rig.done(2)] == [[], [], []]
     assert said(rig.done(3, 30, 0.2, 2.0)) == [ReadDone(1, 70, 0.5, 4.0, 12)]
@@ -347,26 +342,18 @@ STATES: dict[str, State] = {"reading": reading, "failing": failing, "digesting":
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("event", EVENTS)
-def test_every_event_in_every_state(state: str, event: str) -> None:
-    rig = Rig()
+def test_every_event_in_every_state(rig: Rig, state: str, event: str) -> None:
     STATES[state](rig)
     told = EXPECTED[event][list(STATES).index(state)]
     assert said(EVENTS[event](rig)) == ([] if told is None else [told])
 
 
-def test_cancel_reaches_the_sub_reads_that_are_out_and_a_failure_the_others_once() -> None:
-    rig = Rig()
+def test_cancel_reaches_the_sub_reads_that_are_out_and_a_failure_the_others_once(rig: Rig) -> None:
     reading(rig)
     assert rig.merge.cancel(1) == rig.cancels(2, 3)
     assert rig.merge.cancel(99) == []
     assert rig.failed(3) == rig.cancels(2)
     assert rig.merge.cancel(1) == rig.cancels(2)
-
-
-@every_pair(MergeState, MergeEvent)
-def test_every_pair_of_the_table(state: MergeState, event: MergeEvent) -> None:
-    machine = Machine("read", state, MERGE_TABLE)
-    check_pair(machine.feed, lambda: machine.state, event, row(MERGE_TABLE, state))
 
 
 def test_a_sub_block_is_digested_when_all_pairs_that_bring_some_of_it_have_delivered() -> None:
@@ -390,8 +377,7 @@ def test_a_pair_that_brings_everything_is_asked_for_all_digests() -> None:
     assert said(rig.digested(0, {21: 3})) == [BlocksDigested(1, {21: 3})]
 
 
-def test_smaller_blocks_of_a_peer_are_counted_as_sub_blocks() -> None:
-    rig = Rig()
+def test_smaller_blocks_of_a_peer_are_counted_as_sub_blocks(rig: Rig) -> None:
     rig.merge.disconnect("p")
     small = peer_node("p", IN_TWO, block_size=4)
     for part, agent in pairs_of(rig.merge.connect(small)):
@@ -400,8 +386,7 @@ def test_smaller_blocks_of_a_peer_are_counted_as_sub_blocks() -> None:
     assert said(rig.digested(0, {6: 1, 7: 1}) + rig.digested(1, {6: 1})) == [BlocksDigested(1, {6: 2})]
 
 
-def test_an_answer_that_nobody_waits_for_is_counted() -> None:
-    rig = Rig()
+def test_an_answer_that_nobody_waits_for_is_counted(rig: Rig) -> None:
     (sub, *_) = rig.read()
     for event in (ReadDone(5, 1, 1.0, 1.0, 1), ReadFailed(sub.read_id + 99, TransferCause.REFUSED, "")):
         assert rig.merge.said(0, event) == []

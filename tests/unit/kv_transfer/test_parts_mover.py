@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
 
-from baton.background import BackgroundWatch, current_watch
 from baton.engine.runner import KVLayout
 from baton.errors import BackgroundFault, ConfigError, EngineFault, TransferCause
 from kv_transfer.backends.base import PeerMemory
@@ -27,6 +26,7 @@ from kv_transfer.mover.part_mover import (
 )
 from kv_transfer.mover.parts_mover import OwnPart, PartsMover
 from kv_transfer.piece_plan import ReadRange
+from tests.support.mover_events import MoverEvents
 from tests.support.virtual_time import run_virtually
 
 LAYOUT = KVLayout.uniform(16, 4, 2, 64, "bfloat16")
@@ -105,7 +105,7 @@ class Rig:
     """A node in parts whose movers are recorded."""
 
     def __init__(self, parts: Sequence[range] = IN_TWO) -> None:
-        self.events: queue.SimpleQueue[MoverEvent] = queue.SimpleQueue()
+        self.events = MoverEvents()
         self.movers: list[RecordedMover] = []
         self.mover = PartsMover(LAYOUT, [OwnPart(layers, self._make) for layers in parts], self.events.put)
 
@@ -128,19 +128,17 @@ class Rig:
         return peer
 
     def said(self) -> list[MoverEvent]:
-        found = []
-        while not self.events.empty():
-            found.append(self.events.get())
-        return found
+        return self.events.left()
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
 
 
 @pytest.fixture(autouse=True)
-def faults() -> Iterator[queue.SimpleQueue[BackgroundFault]]:
-    """The faults that would end the process."""
-    met: queue.SimpleQueue[BackgroundFault] = queue.SimpleQueue()
-    token = current_watch.set(BackgroundWatch(met.put))
-    yield met
-    current_watch.reset(token)
+def watched(faults: queue.SimpleQueue[BackgroundFault]) -> None:
+    """Faults end no process here."""
 
 
 def sub_read(mover: RecordedMover) -> int:
@@ -205,9 +203,8 @@ def test_a_read_of_a_peer_comes_after_its_disconnection_that_is_being_carried_ou
     assert (refused.read_id, refused.cause) == (7, TransferCause.PEER_GONE)
 
 
-def test_a_part_that_answers_while_it_is_told_something_is_heard() -> None:
+def test_a_part_that_answers_while_it_is_told_something_is_heard(rig: Rig) -> None:
     """A mover that does not run answers from the calling thread."""
-    rig = Rig()
     rig.connect()
     rig.movers[0].answer = lambda call: (
         ReadFailed(call[1], TransferCause.CANCELLED, "stopped") if call[0] == "read" else None  # type: ignore[arg-type]
@@ -219,9 +216,8 @@ def test_a_part_that_answers_while_it_is_told_something_is_heard() -> None:
     assert rig.said() == [ReadFailed(1, TransferCause.CANCELLED, "stopped")]
 
 
-def test_a_call_of_another_thread_comes_after_what_is_being_carried_out() -> None:
+def test_a_call_of_another_thread_comes_after_what_is_being_carried_out(rig: Rig) -> None:
     """A read that is cancelled before its part has heard of it would never be."""
-    rig = Rig()
     rig.connect()
     canceller = threading.Thread(target=rig.mover.cancel, args=(1,))
 
@@ -235,8 +231,9 @@ def test_a_call_of_another_thread_comes_after_what_is_being_carried_out() -> Non
     assert [[call[0] for call in mover.told] for mover in rig.movers] == [["read", "cancel"]] * 2
 
 
-def test_an_event_that_can_not_be_delivered_ends_the_process(faults: queue.SimpleQueue[BackgroundFault]) -> None:
-    rig = Rig()
+def test_an_event_that_can_not_be_delivered_ends_the_process(
+    rig: Rig, faults: queue.SimpleQueue[BackgroundFault]
+) -> None:
     rig.connect()
 
     def deliver(event: MoverEvent) -> None:
@@ -251,8 +248,7 @@ def test_an_event_that_can_not_be_delivered_ends_the_process(faults: queue.Simpl
     assert [call[0] for call in rig.movers[0].told] == ["read"], "it goes on for the others"
 
 
-def test_figures_are_of_all_parts() -> None:
-    rig = Rig()
+def test_figures_are_of_all_parts(rig: Rig) -> None:
     assert rig.mover.figures == ReadFigures()
     for number, mover in enumerate(rig.movers, 1):
         mover.figures = ReadFigures(number, number, number, 1)
@@ -262,8 +258,7 @@ def test_figures_are_of_all_parts() -> None:
     assert rig.mover.fault is rig.movers[1].fault
 
 
-def test_readers_are_told_to_all_parts_and_probe_blocks_are_those_of_each() -> None:
-    rig = Rig()
+def test_readers_are_told_to_all_parts_and_probe_blocks_are_those_of_each(rig: Rig) -> None:
     rig.mover.start()
     rig.mover.set_num_readers(3)
     assert rig.mover.probe_blocks == range(8, 10)
@@ -272,16 +267,14 @@ def test_readers_are_told_to_all_parts_and_probe_blocks_are_those_of_each() -> N
     assert [mover.told for mover in rig.movers] == [[("start",), ("readers", 3), ("stop",)]] * 2
 
 
-def test_an_agent_that_does_not_start_stops_the_others() -> None:
-    rig = Rig()
+def test_an_agent_that_does_not_start_stops_the_others(rig: Rig) -> None:
     rig.movers[1].start_error = ConfigError("no device")
     with pytest.raises(ConfigError, match="no device"):
         rig.mover.start()
     assert rig.movers[0].told == [("start",), ("stop",)]
 
 
-def test_parts_with_unequal_numbers_of_blocks_are_refused() -> None:
-    rig = Rig()
+def test_parts_with_unequal_numbers_of_blocks_are_refused(rig: Rig) -> None:
     rig.movers[1].num_blocks = 9
     with pytest.raises(ConfigError, match=r"\(8, 2\), \(9, 2\)"):
         rig.mover.start()
@@ -293,8 +286,7 @@ def test_parts_that_have_not_all_layers_are_refused() -> None:
         Rig([range(2), range(3, 4)])
 
 
-def test_a_part_that_hangs_is_a_fault() -> None:
-    rig = Rig()
+def test_a_part_that_hangs_is_a_fault(rig: Rig) -> None:
     rig.movers[1].start_error = EngineFault("does not return")
     with pytest.raises(EngineFault, match="does not return"):
         run_virtually(rig.mover.watch_turns())

@@ -11,11 +11,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
-from baton.background import BackgroundWatch, current_watch
 from baton.clock import SystemClock
 from baton.engine.runner import KVLayout, KVMemory
 from baton.errors import BackgroundFault, ConfigError, EngineFault, TransferCause
@@ -62,6 +61,7 @@ from kv_transfer.mover.remote_messages import (
 from kv_transfer.mover.remote_mover import RemoteMover, digests_of_parts
 from kv_transfer.piece_plan import ReadRange
 from tests.doubles.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
+from tests.support.mover_events import MoverEvents
 from tests.support.tls_pair import tls_pair
 from tests.support.virtual_time import run_virtually
 
@@ -70,16 +70,13 @@ LAYERS = range(2, 4)
 NUM_BLOCKS = 16
 NUM_PROBE_BLOCKS = 2
 WITHIN_S = 20.0
+T = TypeVar("T")
 UP = MoverUp(b"agent", 4096, NUM_BLOCKS, NUM_PROBE_BLOCKS, "DRAM", 0, LAYERS)
 
 
 @pytest.fixture(autouse=True)
-def faults() -> Iterator[queue.SimpleQueue[BackgroundFault]]:
-    """The faults that would end the node."""
-    met: queue.SimpleQueue[BackgroundFault] = queue.SimpleQueue()
-    token = current_watch.set(BackgroundWatch(met.put))
-    yield met
-    current_watch.reset(token)
+def watched(faults: queue.SimpleQueue[BackgroundFault]) -> None:
+    """Faults end no node here."""
 
 
 class ScriptedPart:
@@ -99,6 +96,11 @@ class ScriptedPart:
     def next(self) -> ToPart:
         return self.told.get(timeout=WITHIN_S)
 
+    def next_of(self, kind: type[T]) -> T:
+        message = self.next()
+        assert isinstance(message, kind)
+        return message
+
     def say(self, *messages: FromPart) -> None:
         for message in messages:
             self._stream.send(write_from_part(message))
@@ -117,7 +119,7 @@ class Scripted:
         ours, theirs = socket.socketpair()
         self._socket = ours
         self.part = ScriptedPart(theirs)
-        self.events: queue.SimpleQueue[MoverEvent] = queue.SimpleQueue()
+        self.events = MoverEvents()
         self.mover = RemoteMover(
             ours,
             "d0/1",
@@ -138,15 +140,12 @@ class Scripted:
 
     def read(self, read_id: int, to_digest: Sequence[int] = ()) -> None:
         self.mover.read(read_id, "p", [ReadRange(0, 0, 2)], to_digest)
-        assert isinstance(self.part.next(), ReadBlocks)
-
-    def next(self) -> MoverEvent:
-        return self.events.get(timeout=WITHIN_S)
+        self.part.next_of(ReadBlocks)
 
     def settle(self) -> None:
         """Wait until everything that the part has said so far is handled."""
         self.part.say(FillFailed(99, "settled"))
-        assert self.next() == FillFailed(99, "settled")
+        assert self.events.next() == FillFailed(99, "settled")
 
     def close(self) -> None:
         self.part.close()
@@ -205,7 +204,7 @@ def test_an_agent_that_can_not_be_used_is_refused_when_it_starts(
     with pytest.raises(ConfigError, match=words):
         scripted.mover.start()
     scripted.mover.connect(PeerMemory("p", b"x", 1, 1, 1, "DRAM", 0))
-    assert isinstance(scripted.next(), ConnectFailed), "it does not run"
+    scripted.events.next_of(ConnectFailed), "it does not run"
     scripted.mover.stop()
     scripted.close()
     assert faults.empty()
@@ -242,11 +241,10 @@ def test_each_call_is_a_message_and_each_event_is_delivered(scripted: Scripted) 
         ReadDone(-3, 512, 0.5, 1.0, 1),
     ]
     part.say(*events)
-    assert scripted.next() == Connected("p")
-    failed = scripted.next()
-    assert isinstance(failed, ConnectFailed)
+    assert scripted.events.next() == Connected("p")
+    failed = scripted.events.next_of(ConnectFailed)
     assert (failed.incarnation, failed.error.cause, failed.error.detail) == ("q", TransferCause.PEER_GONE, "killed")
-    assert [scripted.next() for _ in events] == events
+    assert [scripted.events.next() for _ in events] == events
     figures = mover.figures
     assert (figures.bytes_arrived, figures.reads_in_flight, figures.arrived_at is not None) == (512, 0, True)
 
@@ -256,7 +254,7 @@ def test_a_read_id_in_use_is_refused_and_free_once_it_is_answered(scripted: Scri
     with pytest.raises(ValueError, match="read 1"):
         scripted.mover.read(1, "p", [ReadRange(0, 0, 1)])
     scripted.part.say(ReadFailed(1, TransferCause.PEER_GONE, ""))
-    assert isinstance(scripted.next(), ReadFailed)
+    scripted.events.next_of(ReadFailed)
     scripted.read(1)
     assert scripted.mover.figures.reads_in_flight == 1
 
@@ -278,7 +276,7 @@ def test_answers_that_nobody_waits_for_are_counted_and_change_nothing(scripted: 
         DigestsFound(77, (1,)),
     )
     expected = [BlocksDigested(1, {0: 1}), ReadDone(1, 1, 0.0, 0.0, 1), BlocksDigested(1, {1: 3})]
-    assert [scripted.next() for _ in expected] == expected
+    assert [scripted.events.next() for _ in expected] == expected
     scripted.settle()
     assert scripted.mover.counters == {
         "ReadDone_unknown": 2,
@@ -293,7 +291,7 @@ def test_answers_that_nobody_waits_for_are_counted_and_change_nothing(scripted: 
 def test_digests_that_failed_are_reported_once_also_after_the_read(scripted: Scripted) -> None:
     scripted.read(1, to_digest=(0, 1))
     scripted.part.say(ReadDone(1, 1, 0.0, 0.0, 1), DigestsFailed(1, "why"), BlocksDigested(1, {0: 1}))
-    assert [scripted.next(), scripted.next()] == [ReadDone(1, 1, 0.0, 0.0, 1), DigestsFailed(1, "why")]
+    assert [scripted.events.next(), scripted.events.next()] == [ReadDone(1, 1, 0.0, 0.0, 1), DigestsFailed(1, "why")]
     scripted.settle()
 
 
@@ -321,7 +319,7 @@ def test_what_makes_no_sense_ends_the_node(
     assert scripted.mover.figures.reads_in_flight == 1, "it may still write"
     assert scripted.events.empty()
     scripted.mover.read(2, "p", [ReadRange(0, 0, 1)])
-    assert isinstance(scripted.next(), ReadFailed)
+    scripted.events.next_of(ReadFailed)
     scripted.mover.stop()
 
 
@@ -348,15 +346,13 @@ def test_an_event_that_can_not_be_delivered_ends_the_node(
 
 def test_digests_come_from_the_part_or_an_error_does(scripted: Scripted) -> None:
     asked = scripted.mover.ask_digests([3, 4], Division(2, 1))
-    question = scripted.part.next()
-    assert isinstance(question, DigestBlocks)
+    question = scripted.part.next_of(DigestBlocks)
     assert (list(question.ids), question.parts, question.group) == ([3, 4], 2, 1)
     scripted.part.say(DigestsFound(question.question, (7, 8)))
     assert list(asked()) == [7, 8]
     for answer, words in (((1,), "1 digests, not 2"), (None, "no memory")):
         asked = scripted.mover.ask_digests([3, 4])
-        question = scripted.part.next()
-        assert isinstance(question, DigestBlocks)
+        question = scripted.part.next_of(DigestBlocks)
         number = question.question
         scripted.part.say(DigestsFound(number, answer) if answer else DigestsNotFound(number, "no memory"))
         with pytest.raises(EngineFault, match=words):
@@ -368,8 +364,7 @@ def test_digests_come_from_the_part_or_an_error_does(scripted: Scripted) -> None
 def test_digests_of_parts_are_sums_and_asked_for_at_once(scripted: Scripted) -> None:
     def here(ids: Sequence[int], division: Division = WHOLE, /) -> Sequence[int]:
         # The other process is busy with them already.
-        question = scripted.part.next()
-        assert isinstance(question, DigestBlocks)
+        question = scripted.part.next_of(DigestBlocks)
         scripted.part.say(DigestsFound(question.question, (5, (1 << 64) - 1)))
         return [1, 2]
 
@@ -417,14 +412,14 @@ def test_a_mover_that_is_stopped_leaves_the_stream_to_the_next(scripted: Scripte
     scripted.part.say(MoverStopped())
     stopper.join(WITHIN_S)
     scripted.mover.fill(1, 2, "seed")
-    assert isinstance(scripted.next(), FillFailed)
+    scripted.events.next_of(FillFailed)
     scripted.mover.stop()
     again = RemoteMover(scripted._socket, "d0.next/1", LAYERS, LAYOUT, scripted.events.put, SystemClock())
     scripted.part.say(UP)
     again.start()
-    assert isinstance(scripted.part.next(), StartMover)
+    scripted.part.next_of(StartMover)
     scripted.part.say(Connected("p"))
-    assert scripted.next() == Connected("p")
+    assert scripted.events.next() == Connected("p")
     scripted.part.close()
     again._thread.join(WITHIN_S)
 
@@ -442,12 +437,10 @@ def test_a_mover_that_does_not_stop_loses_its_stream(
 
 def test_values_that_no_message_holds_are_refused_and_end_nothing(scripted: Scripted) -> None:
     scripted.mover.connect(PeerMemory("p", b"x", 4096, "many", 1024, "DRAM", 0))  # type: ignore[arg-type]
-    failed = scripted.next()
-    assert isinstance(failed, ConnectFailed)
+    failed = scripted.events.next_of(ConnectFailed)
     assert failed.error.cause is TransferCause.REFUSED
     scripted.mover.read(1, "p", [ReadRange(-1, 0, 1)])
-    answer = scripted.next()
-    assert isinstance(answer, ReadFailed)
+    answer = scripted.events.next_of(ReadFailed)
     assert (answer.cause, scripted.mover.figures.reads_in_flight) == (TransferCause.REFUSED, 0)
 
 
@@ -468,7 +461,7 @@ def test_what_a_peer_published_is_checked_before_it_is_sent_on(
 ) -> None:
     good = PeerMemory("p", b"x", 4096, 16, 512, "DRAM", 0, 2, 4, LAYERS)
     scripted.mover.connect(replace(good, **values))
-    assert isinstance(scripted.next(), ConnectFailed)
+    scripted.events.next_of(ConnectFailed)
     scripted.mover.connect(good)
     assert scripted.part.next() == good
     assert faults.empty()
@@ -526,7 +519,7 @@ class Both:
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.error: BaseException | None = None
         self.thread.start()
-        self.events: queue.SimpleQueue[MoverEvent] = queue.SimpleQueue()
+        self.events = MoverEvents()
 
     def _serve(self) -> None:
         try:
@@ -545,8 +538,13 @@ class Both:
     def mover(self, agent: str = "d0/1") -> RemoteMover:
         return RemoteMover(self.ours, agent, LAYERS, LAYOUT, self.events.put, SystemClock())
 
-    def next(self) -> MoverEvent:
-        return self.events.get(timeout=WITHIN_S)
+    def started(self, agent: str = "d0/1", connect: bool = True) -> RemoteMover:
+        mover = self.mover(agent)
+        mover.start()
+        if connect:
+            mover.connect(self.peer)
+            assert self.events.next() == Connected("p/1")
+        return mover
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -575,14 +573,13 @@ def test_a_part_reads_fills_and_digests_for_its_node(both: Both) -> None:
     mover.start()
     assert mover.published("d0/1") == PeerMemory.of(both.part_memory, "d0/1", b"memory:d0/1")
     mover.connect(both.peer)
-    assert both.next() == Connected("p/1")
+    assert both.events.next() == Connected("p/1")
     mover.fill(-1, NUM_BLOCKS, "seed")
-    filled = both.next()
-    assert isinstance(filled, BlockFilled)
+    filled = both.events.next_of(BlockFilled)
     theirs, ours = block_digests(both.sender_memory), block_digests(both.part_memory)
     assert [filled.digests[1]] == ours([NUM_BLOCKS])
     mover.read(1, "p/1", [ReadRange(4, 7, 2), ReadRange(0, 0, 1)], (4, 5))
-    events = [both.next(), both.next()]
+    events = [both.events.next(), both.events.next()]
     assert BlocksDigested(1, dict(zip((4, 5), theirs([7, 8]), strict=True))) in events
     (done,) = (event for event in events if isinstance(event, ReadDone))
     assert (done.read_id, done.num_bytes) == (1, 3 * both.part_memory.block_bytes)
@@ -595,7 +592,7 @@ def test_a_part_reads_fills_and_digests_for_its_node(both: Both) -> None:
             mover.ask_digests([0], division)()
     mover.disconnect("p/1")
     mover.read(2, "p/1", [ReadRange(0, 0, 1)])
-    assert isinstance(both.next(), ReadFailed)
+    both.events.next_of(ReadFailed)
     mover.stop()
 
 
@@ -603,30 +600,23 @@ def test_a_part_serves_one_agent_after_the_other(both: Both) -> None:
     with pytest.raises(ConfigError, match="no such device"):
         both.mover("bad").start()
     for agent in ("d0.first/1", "d0.next/1"):
-        mover = both.mover(agent)
-        mover.start()
-        mover.connect(both.peer)
-        assert both.next() == Connected("p/1")
+        mover = both.started(agent)
         mover.read(1, "p/1", [ReadRange(0, 3, 1)])
-        assert isinstance(both.next(), ReadDone)
+        both.events.next_of(ReadDone)
         mover.stop()
     assert [both.fabric.find(name).alive for name in ("d0.first/1", "d0.next/1")] == [False, False]  # type: ignore[union-attr]
 
 
 def test_a_mover_that_was_stopped_says_nothing_to_the_next_node(both: Both) -> None:
     """Its thread may still be in a call into the agent, and ids of sub-reads begin anew with every mover of a node."""
-    first = both.mover("d0.first/1")
-    first.start()
+    first = both.started("d0.first/1", connect=False)
     stopped = both.server._mover
     assert stopped is not None
     first.stop()
-    mover = both.mover("d0.next/1")
-    mover.start()
-    mover.connect(both.peer)
-    assert both.next() == Connected("p/1")
+    mover = both.started("d0.next/1")
     stopped._deliver(FillFailed(1, "of the first"))
     mover.fill(1, NUM_BLOCKS, "seed")
-    assert isinstance(both.next(), BlockFilled)
+    both.events.next_of(BlockFilled)
     assert both.server.counters == {"FillFailed_late": 1}
     mover.stop()
 
@@ -655,10 +645,7 @@ def test_an_agent_that_hangs_does_not_hold_up_the_end_of_a_part() -> None:
 
 
 def test_a_fault_of_the_mover_there_ends_the_node_here(both: Both, faults: queue.SimpleQueue[BackgroundFault]) -> None:
-    mover = both.mover()
-    mover.start()
-    mover.connect(both.peer)
-    assert both.next() == Connected("p/1")
+    mover = both.started()
     both.backends[0].fail = True
     mover.read(1, "p/1", [ReadRange(0, 0, 1)])
     fault = faults.get(timeout=WITHIN_S)
@@ -670,8 +657,7 @@ def test_a_fault_of_the_mover_there_ends_the_node_here(both: Both, faults: queue
 
 
 def test_the_end_of_the_node_stops_the_mover_there(both: Both) -> None:
-    mover = both.mover()
-    mover.start()
+    both.started(connect=False)
     both.ours.shutdown(socket.SHUT_RDWR)
     both.thread.join(WITHIN_S)
     assert both.error is None
@@ -692,8 +678,7 @@ def test_the_end_of_the_node_stops_the_mover_there(both: Both) -> None:
     ],
 )
 def test_a_part_ends_when_it_is_told_what_makes_no_sense(both: Both, message: ToPart) -> None:
-    mover = both.mover()
-    mover.start()
+    mover = both.started(connect=False)
     mover._stream.send(write_to_part(message))
     both.thread.join(WITHIN_S)
     assert isinstance(both.error, StreamLost)
@@ -704,7 +689,6 @@ def test_calls_before_the_start_are_counted(both: Both) -> None:
     stream.send(write_to_part(CancelRead(1)))
     stream.leave()
     stream.run(lambda frame: None)
-    mover = both.mover()
-    mover.start()
+    mover = both.started(connect=False)
     assert both.server.counters == {"CancelRead_unknown": 1}
     mover.stop()

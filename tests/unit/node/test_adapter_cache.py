@@ -4,38 +4,16 @@ from __future__ import annotations
 
 import math
 
-from baton.machine import Machine
 from baton.node.adapters.adapter_cache import (
-    ADAPTER_TABLE,
     MAX_LOADING,
     WAIT_S,
     AdapterCache,
-    AdapterEvent,
     AdapterFailed,
     AdapterReady,
-    AdapterState,
     LoadAdapter,
     UnloadAdapter,
 )
 from tests.doubles.fake_clock import FakeClock
-from tests.support.transitions import check_pair, every_pair
-
-S, E = AdapterState, AdapterEvent
-EXPECTED: dict[AdapterState, dict[str, AdapterState]] = {
-    S.QUEUED: {"BEGUN": S.LOADING, "ABANDONED": S.GONE},
-    S.LOADING: {"LOADED": S.LOADED, "FAILED": S.GONE, "TOOK_TOO_LONG": S.OVERDUE},
-    S.OVERDUE: {"LOADED": S.LOADED, "FAILED": S.GONE},
-    S.LOADED: {"EVICTED": S.UNLOADING},
-    S.UNLOADING: {"UNLOADED": S.GONE, "UNLOADED_AND_WANTED": S.QUEUED},
-}
-
-
-@every_pair(S, E)
-def test_every_pair_of_state_and_event_moves_as_listed_or_changes_nothing(
-    state: AdapterState, event: AdapterEvent
-) -> None:
-    machine = Machine("adapter", state, ADAPTER_TABLE)
-    check_pair(machine.feed, lambda: machine.state, event, EXPECTED.get(state, {}))
 
 
 def load(cache: AdapterCache, digest: str, *, in_use: set[str] | None = None) -> None:

@@ -46,11 +46,6 @@ def attach(rig: NodeRig, name: str, run: int = 1) -> Port:
     return rig.service.open_port(name, f"{name}.run{run}")
 
 
-def turn(rig: NodeRig, times: int) -> None:
-    for _ in range(times):
-        rig.driver.turn()
-
-
 def whole(num_tokens: int, index: int = 0, seed: int = 3) -> list[int]:
     return expected_tokens(PROMPT, num_tokens, seed=sequence_seed(seed, index), vocab_size=VOCAB)
 
@@ -74,10 +69,9 @@ async def check_replayed(rig: NodeRig, port: Port) -> None:
 async def test_an_orphan_runs_on_and_is_replayed_from_the_beginning_to_the_router_that_adopts_it(
     rig: NodeRig, first: Port, second: Port, turns: int
 ) -> None:
-    rig.submit(first, sampling_params=LONG)
-    turn(rig, turns)
+    rig.begin(first, sampling_params=LONG, turns=turns)
     first.close()
-    turn(rig, 2)
+    rig.driver.turns(2)
     assert rig.role.aborted == []
     second.receive(Adopt(KEY))
     rig.driver.run()
@@ -118,8 +112,7 @@ async def _told_as_well() -> None:
 async def test_the_router_that_lost_an_attempt_is_told_and_its_aborts_change_nothing(
     rig: NodeRig, first: Port, second: Port
 ) -> None:
-    rig.submit(first, sampling_params=LONG)
-    turn(rig, 3)
+    rig.begin(first, sampling_params=LONG, turns=3)
     await deltas(first)
     second.receive(Adopt(KEY))
     (moved,) = await deltas(first)
@@ -137,8 +130,7 @@ async def test_of_several_routers_the_one_with_the_latest_call_owns_it_in_whatev
     rig: NodeRig, how: str
 ) -> None:
     first, second, third = (attach(rig, f"router-{index}") for index in range(3))
-    rig.submit(first, sampling_params=LONG, takeover=1)
-    turn(rig, 3)
+    rig.begin(first, sampling_params=LONG, takeover=1, turns=3)
     await deltas(first)
     third.receive(Adopt(KEY, 3))
     (moved,) = await deltas(first)
@@ -169,8 +161,7 @@ async def test_of_several_routers_the_one_with_the_latest_call_owns_it_in_whatev
 
 async def test_of_two_routers_with_the_same_number_the_first_one_keeps_the_attempt(rig: NodeRig) -> None:
     first, second, third = (attach(rig, f"router-{index}") for index in range(3))
-    rig.submit(first, sampling_params=LONG, takeover=1)
-    turn(rig, 3)
+    rig.begin(first, sampling_params=LONG, takeover=1, turns=3)
     second.receive(Adopt(KEY, 2))
     third.receive(Adopt(KEY, 2))
     (late,) = await deltas(third)
@@ -183,8 +174,7 @@ async def test_of_two_routers_with_the_same_number_the_first_one_keeps_the_attem
 
 async def test_a_router_without_takeover_numbers_adopts_and_aborts(rig: NodeRig) -> None:
     first, old = attach(rig, "router-0"), attach(rig, "router-1")
-    rig.submit(first, sampling_params=LONG, takeover=3)
-    turn(rig, 3)
+    rig.begin(first, sampling_params=LONG, takeover=3, turns=3)
     await deltas(first)
     old.receive(Adopt(KEY))
     assert (await deltas(first))[-1].outcome is Outcome.MOVED
@@ -211,8 +201,7 @@ async def test_the_takeover_number_is_remembered_after_the_attempt_is_forgotten(
 
 async def test_the_owner_may_adopt_its_own_attempt_to_have_it_replayed(rig: NodeRig) -> None:
     port = attach(rig, "router-0")
-    rig.submit(port, sampling_params=LONG)
-    turn(rig, 3)
+    rig.begin(port, sampling_params=LONG, turns=3)
     await deltas(port)
     port.receive(Adopt(KEY))
     rig.driver.run()
@@ -224,8 +213,7 @@ async def test_an_attempt_that_is_not_here_is_unknown(reason: str) -> None:
     rig = NodeRig(orphan_grace_s=0.0 if reason == "ended long ago" else GRACE_S)
     first, second = attach(rig, "router-0"), attach(rig, "router-1")
     if reason != "never heard of":
-        rig.submit(first)
-        turn(rig, 2)
+        rig.begin(first, turns=2)
     if reason == "aborted":
         first.receive(Abort(KEY, "client left"))
     rig.driver.run()
@@ -236,8 +224,7 @@ async def test_an_attempt_that_is_not_here_is_unknown(reason: str) -> None:
 
 
 async def test_an_adopted_attempt_can_be_aborted_by_its_new_router(rig: NodeRig, first: Port, second: Port) -> None:
-    rig.submit(first, sampling_params=LONG)
-    turn(rig, 2)
+    rig.begin(first, sampling_params=LONG, turns=2)
     second.receive(Adopt(KEY))
     await deltas(first)
     second.receive(Abort(KEY, "client left"))
@@ -252,9 +239,9 @@ async def test_an_attempt_outlives_several_lost_routers(rig: NodeRig) -> None:
     ports = [attach(rig, f"router-{index}") for index in range(4)]
     rig.submit(ports[0], sampling_params=LONG)
     for before, after in pairwise(ports):
-        turn(rig, 2)
+        rig.driver.turns(2)
         before.close()
-        turn(rig, 1)
+        rig.driver.turns(1)
         after.receive(Adopt(KEY))
     rig.driver.run()
     assert tokens(of(0, await deltas(ports[-1]))) == whole(12)
@@ -264,10 +251,9 @@ async def test_an_attempt_outlives_several_lost_routers(rig: NodeRig) -> None:
 async def test_all_sequences_are_replayed_those_that_have_ended_included(
     rig: NodeRig, first: Port, second: Port
 ) -> None:
-    rig.submit(first, sampling_params=replace(LONG, n=3))
-    turn(rig, 5)
+    rig.begin(first, sampling_params=replace(LONG, n=3), turns=5)
     first.receive(Abort(KEY, "its text is over", 1))
-    turn(rig, 1)
+    rig.driver.turns(1)
     first.close()
     second.receive(Adopt(KEY))
     rig.driver.run()
@@ -287,8 +273,7 @@ async def test_a_beam_search_can_be_adopted() -> None:
     for turns in (3, 50):
         rig = NodeRig(orphan_grace_s=GRACE_S)
         first, second = attach(rig, "router-0"), attach(rig, "router-1")
-        rig.submit(first, sampling_params=SamplingParams(temperature=0.0, max_tokens=5, n=2, beam_width=3))
-        turn(rig, turns)
+        rig.begin(first, sampling_params=SamplingParams(temperature=0.0, max_tokens=5, n=2, beam_width=3), turns=turns)
         first.close()
         second.receive(Adopt(KEY))
         rig.driver.run()
@@ -299,8 +284,7 @@ async def test_a_beam_search_can_be_adopted() -> None:
 async def test_the_output_that_an_attempt_was_submitted_with_is_replayed_first(
     rig: NodeRig, first: Port, second: Port
 ) -> None:
-    rig.submit(first, sampling_params=LONG, output_token_ids=whole(5))
-    turn(rig, 3)
+    rig.begin(first, sampling_params=LONG, output_token_ids=whole(5), turns=3)
     second.receive(Adopt(KEY))
     rig.driver.run()
     told = of(0, await deltas(second))
@@ -308,8 +292,7 @@ async def test_the_output_that_an_attempt_was_submitted_with_is_replayed_first(
 
 
 async def test_logprobs_are_replayed_with_their_tokens(rig: NodeRig, first: Port, second: Port) -> None:
-    rig.submit(first, sampling_params=replace(LONG, logprobs=2, seed=0))
-    turn(rig, 4)
+    rig.begin(first, sampling_params=replace(LONG, logprobs=2, seed=0), turns=4)
     first.close()
     second.receive(Adopt(KEY))
     rig.driver.run()
@@ -322,14 +305,13 @@ async def test_an_adopted_decode_leg_brings_the_first_token_without_its_prefill_
 ) -> None:
     undisturbed = whole(12, seed=0)
     drawn = undisturbed[0]
-    rig.submit(first, leg=Leg.DECODE, kv_source=SOURCE, sampling_params=replace(LONG, logprobs=0, seed=0))
-    turn(rig, 1)
+    rig.begin(first, leg=Leg.DECODE, kv_source=SOURCE, sampling_params=replace(LONG, logprobs=0, seed=0))
     first.close()
     load = rig.role.connector.loads[str(KEY)]
     rig.write_kv(load.block_ids, PROMPT)
     arrived = ArrivedKV((drawn,), (TokenLogprobs(drawn, -0.5, 1, ()),))
     rig.driver.tell_transfer(KVTransferOutput(arrived={str(KEY): arrived}))
-    turn(rig, 3)
+    rig.driver.turns(3)
     second.receive(Adopt(KEY))
     rig.driver.run()
     told = await deltas(second)
@@ -338,8 +320,7 @@ async def test_an_adopted_decode_leg_brings_the_first_token_without_its_prefill_
 
 
 async def test_another_router_can_not_submit_an_orphan(rig: NodeRig, first: Port, second: Port) -> None:
-    rig.submit(first)
-    turn(rig, 1)
+    rig.begin(first)
     first.close()
     rig.submit(second)
     (refused,) = await deltas(second)
@@ -356,8 +337,7 @@ async def test_a_router_that_attaches_again_has_given_up_its_earlier_attempts(ri
     stays, moved = AttemptKey("stays", 1, 9), AttemptKey("moved", 1, 9)
     rig.submit(first)
     rig.submit(first, moved)
-    rig.submit(other, stays)
-    turn(rig, 1)
+    rig.begin(other, stays)
     other.receive(Adopt(moved))
     if not is_open:
         first.close()
@@ -376,14 +356,13 @@ async def test_a_router_whose_link_was_cut_goes_on_with_the_attempts_that_it_kee
     """It does not matter whether the node has noticed that the link is cut. Attempts that are not kept are aborted."""
     first, dropped = attach(rig, "router-0"), AttemptKey("dropped", 1, 9)
     rig.submit(first, sampling_params=LONG)
-    rig.submit(first, dropped, sampling_params=LONG)
-    turn(rig, 4)
+    rig.begin(first, dropped, sampling_params=LONG, turns=4)
     told = tokens(of(0, [delta for delta in await deltas(first) if delta.attempt == KEY]))
     assert 0 < len(told) < len(whole(12))
     if not is_open:
         first.close()
     again = rig.service.open_port("router-0", "router-0.run1", [KEY])
-    turn(rig, 2)
+    rig.driver.turns(2)
     again.receive(Adopt(KEY, num_tokens=(len(told),)))
     rig.driver.run()
     assert rig.role.aborted == [dropped]
@@ -392,8 +371,7 @@ async def test_a_router_whose_link_was_cut_goes_on_with_the_attempts_that_it_kee
 
 async def test_a_restarted_router_may_adopt_the_attempts_of_its_earlier_process(rig: NodeRig) -> None:
     first = attach(rig, "router-0", run=1)
-    rig.submit(first, sampling_params=LONG)
-    turn(rig, 2)
+    rig.begin(first, sampling_params=LONG, turns=2)
     first.close()
     second = attach(rig, "router-0", run=2)
     second.receive(Adopt(KEY))
@@ -402,11 +380,10 @@ async def test_a_restarted_router_may_adopt_the_attempts_of_its_earlier_process(
 
 async def test_attempts_of_a_router_that_does_not_read_can_be_adopted_by_another(rig: NodeRig) -> None:
     slow, other = attach(rig, "router-0"), attach(rig, "router-1")
-    rig.submit(slow, sampling_params=LONG)
-    turn(rig, 1)
+    rig.begin(slow, sampling_params=LONG)
     for _ in range(MAX_QUEUED_REPORTS):
         slow.push(StepReport((), rig.service.report().load))
-    turn(rig, 1)
+    rig.driver.turns(1)
     other.receive(Adopt(KEY))
     await check_replayed(rig, other)
 
@@ -414,8 +391,7 @@ async def test_attempts_of_a_router_that_does_not_read_can_be_adopted_by_another
 async def test_a_node_that_closes_ends_everything_at_once(rig: NodeRig) -> None:
     port, gone = attach(rig, "router-0"), attach(rig, "router-1")
     rig.submit(port)
-    rig.submit(gone, AttemptKey("orphan", 1, 9))
-    turn(rig, 1)
+    rig.begin(gone, AttemptKey("orphan", 1, 9))
     gone.close()
     rig.service.close()
     rig.driver.run()
@@ -444,8 +420,7 @@ def in_time(test: Callable[[NodeRig], Coroutine[Any, Any, None]]) -> Callable[[]
 @in_time
 async def test_an_orphan_that_nobody_adopts_is_aborted_after_the_grace(rig: NodeRig) -> None:
     port = attach(rig, "router-0")
-    rig.submit(port, sampling_params=LONG)
-    turn(rig, 2)
+    rig.begin(port, sampling_params=LONG, turns=2)
     port.close()
     idle = asyncio.create_task(rig.service.draining.wait_idle())
     await asyncio.sleep(GRACE_S - 0.5)
@@ -461,8 +436,7 @@ async def test_an_orphan_that_nobody_adopts_is_aborted_after_the_grace(rig: Node
 @in_time
 async def test_an_adopted_attempt_has_no_deadline(rig: NodeRig) -> None:
     port, other = attach(rig, "router-0"), attach(rig, "router-1")
-    rig.submit(port, sampling_params=LONG)
-    turn(rig, 1)
+    rig.begin(port, sampling_params=LONG)
     port.close()
     await asyncio.sleep(GRACE_S - 1)
     other.receive(Adopt(KEY))
@@ -474,8 +448,7 @@ async def test_an_adopted_attempt_has_no_deadline(rig: NodeRig) -> None:
 @in_time
 async def test_a_node_that_drains_waits_until_a_router_was_told_of_an_orphans_end(rig: NodeRig) -> None:
     port, other = attach(rig, "router-0"), attach(rig, "router-1")
-    rig.submit(port)
-    turn(rig, 1)
+    rig.begin(port)
     port.close()
     rig.service.draining.refuse_new_work()
     idle = asyncio.create_task(rig.service.draining.wait_idle())
@@ -495,8 +468,7 @@ async def test_a_node_that_drains_waits_until_a_router_was_told_of_an_orphans_en
 @in_time
 async def test_the_grace_of_an_ended_attempt_begins_when_its_router_is_lost(rig: NodeRig) -> None:
     port, other = attach(rig, "router-0"), attach(rig, "router-1")
-    rig.submit(port)
-    rig.driver.run()
+    rig.complete(port)
     await rig.service.draining.wait_idle()
     await asyncio.sleep(GRACE_S - 1)
     port.close()

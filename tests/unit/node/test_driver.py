@@ -29,12 +29,13 @@ from baton.node.encoding import RowSource
 from baton.node.serve import Outbox
 from baton.runner import SimulatedSpec
 from baton.runner.execution.step_thread import StepThread
-from baton.runner.simulated import SimulatedRunner, expected_tokens
+from baton.runner.simulated import SimulatedRunner
 from tests.doubles.fake_connector import FakeConnector
 from tests.doubles.fake_row_source import FakeRowSource
 from tests.doubles.fake_runner import rows_of
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
 from tests.support.requests import request_of
+from tests.support.simulated_oracle import expected_tokens
 from tests.support.step_gate import StepGate
 
 LONG_S = 30.0
@@ -397,15 +398,17 @@ def encoding() -> Iterator[EncodingRig]:
     check_no_thread_is_left()
 
 
-def test_rows_that_another_node_has_made_are_not_made_again(encoding: EncodingRig) -> None:
+@pytest.mark.parametrize(("num_rows", "counts"), [(4, (0, 1)), (3, (1, 0))], ids=["fit", "do not fit"])
+def test_rows_that_another_node_has_made_are_made_again_only_if_they_can_not_be_used(
+    encoding: EncodingRig, num_rows: int, counts: tuple[int, int]
+) -> None:
     digest = EncoderContent.of(b"a").digest
-    encoding.source.rows[digest] = rows_of(digest, 4)
-    encoding.submit("r")
-    assert encoding.until_end("r")[-1].outcome is Outcome.LENGTH
-    assert encoding.counts() == (0, 1)
-    assert encoding.engine.runner.encoder.num_encoded == 0
-    encoding.submit("again")
-    encoding.until_end("again")
+    encoding.source.rows[digest] = rows_of(digest, num_rows)
+    for name in ("r", "again"):
+        encoding.submit(name)
+        assert encoding.until_end(name)[-1].outcome is Outcome.LENGTH
+    assert encoding.counts() == counts
+    assert encoding.engine.runner.encoder.num_encoded == counts[0]
     assert encoding.source.asked == [digest]
 
 
@@ -418,14 +421,6 @@ def test_rows_that_nobody_gives_or_nobody_has_are_made_here(encoding: EncodingRi
     assert encoding.source.asked == [digest]
     assert encoding.counts() == (2, 0)
     assert encoding.source.encoded_rows == [4, 4]
-
-
-def test_rows_that_the_runner_can_not_use_are_made_here(encoding: EncodingRig) -> None:
-    digest = EncoderContent.of(b"a").digest
-    encoding.source.rows[digest] = rows_of(digest, 3)
-    encoding.submit("r")
-    assert encoding.until_end("r")[-1].outcome is Outcome.LENGTH
-    assert encoding.counts() == (1, 0)
 
 
 @pytest.mark.parametrize("has_rows", [False, True])

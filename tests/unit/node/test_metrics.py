@@ -85,15 +85,13 @@ def test_histograms_of_one_name_are_one_metric() -> None:
 def test_waiting_requests_by_reason_and_prefix_cache_hits_by_source() -> None:
     rig = EngineRig(max_num_seqs=1)
     prompt = prompt_of(16)
-    rig.add("pulled", prompt, leg=Leg.DECODE, max_tokens=2)
-    rig.step()
+    rig.begin("pulled", prompt, leg=Leg.DECODE, max_tokens=2)
     assert page_of(rig)["num_requests_waiting_by_reason{reason=remote_kv}"] == 1
     rig.complete_transfer("pulled")
     assert page_of(rig)["num_requests_kv_fetch_by_stage{stage=completed_waiting}"] == 1
     rig.run()
     rig.add("found", prompt, max_tokens=2)
-    rig.add("queues", 16, max_tokens=2)
-    rig.step()
+    rig.begin("queues", 16, max_tokens=2)
     page = page_of(rig)
     assert (page["num_requests_running"], page["num_requests_waiting"]) == (1, 1)
     assert page["num_requests_waiting_by_reason{reason=capacity}"] == 1
@@ -121,8 +119,7 @@ def test_preemptions_and_the_host_tier() -> None:
 def test_faults_are_counted() -> None:
     rig = EngineRig()
     rig.connector.raise_in = "get_num_new_matched_tokens"
-    rig.add("unlucky", 8, leg=Leg.DECODE)
-    rig.step()
+    rig.begin("unlucky", 8, leg=Leg.DECODE)
     rig.transfer(released=["nobody"])
     rig.add("leaves", 8)
     decided = rig.scheduler.schedule()
@@ -168,8 +165,7 @@ def test_a_steps_time_is_split_into_its_parts(ahead: Ahead) -> None:
     connector.clock = runner.clock = rig.clock
     connector.unavailable.add("r")
     rig.core.runner = rig.runner = runner
-    rig.add("r", 8, leg=Leg.DECODE, max_tokens=2)
-    rig.run()
+    rig.complete("r", 8, leg=Leg.DECODE, max_tokens=2)
     page = page_of(rig)
     assert page["engine_steps_total"] == 2
     assert page["engine_step_seconds_total{stage=schedule}"] == 1

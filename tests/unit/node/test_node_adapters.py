@@ -57,6 +57,12 @@ async def adapter_reports(rig: NodeRig, port: Port) -> list[AdapterReport]:
     return [report.adapters for report in await queued_reports(port) if report.adapters is not None]
 
 
+def end_load(rig: NodeRig, digest: str) -> None:
+    """Let the adapter that is being loaded be in the runner's memory."""
+    rig.runner.adapters.load(Path("/"), digest)
+    rig.adapters.end_load()
+
+
 def outcomes(of: list[RequestDelta]) -> dict[str, Outcome | None]:
     return {delta.attempt.request_id: delta.outcome for delta in of if delta.outcome is not None}
 
@@ -64,14 +70,12 @@ def outcomes(of: list[RequestDelta]) -> dict[str, Outcome | None]:
 async def test_a_request_is_computed_with_its_adapter_once_that_is_loaded(rig: NodeRig, port: Port) -> None:
     await acknowledged(rig, port, A, B)
     rig.submit(port, adapter=A)
-    rig.submit(port, OTHER)
-    rig.driver.run()
+    rig.complete(port, OTHER)
     (load,) = rig.adapters.loads
     assert (load.digest, load.directory) == (A, "/a")
     got = await deltas(port)
     assert outcomes(got) == {"other": Outcome.LENGTH}, "others go on while it is loaded"
-    rig.runner.adapters.load(Path("/a"), A)
-    rig.adapters.end_load()
+    end_load(rig, A)
     rig.driver.run()
     assert tokens(await deltas(port)) == expected_tokens(PROMPT, 4, seed=3, vocab_size=VOCAB, adapter=A)
     assert [row.state for row in rig.service.report().adapters] == ["loaded", "acknowledged"]
@@ -103,8 +107,7 @@ async def test_a_failed_load_fails_its_requests_alone_and_routers_hear_first_tha
 ) -> None:
     await acknowledged(rig, port, A)
     rig.submit(port, adapter=A)
-    rig.submit(port, OTHER)
-    rig.driver.turn()
+    rig.begin(port, OTHER)
     await queued_reports(port)
     rig.adapters.end_load(AdapterFault("its files have changed"))
     rig.driver.run()
@@ -123,8 +126,7 @@ async def test_a_failed_load_fails_its_requests_alone_and_routers_hear_first_tha
 
 async def test_a_request_can_be_aborted_while_its_adapter_is_loaded(rig: NodeRig, port: Port) -> None:
     await acknowledged(rig, port, A)
-    rig.submit(port, adapter=A)
-    rig.driver.run()
+    rig.complete(port, adapter=A)
     port.receive(Abort(KEY, "cancelled"))
     rig.driver.run()
     rig.adapters.end_load()
@@ -137,17 +139,14 @@ async def test_a_load_that_takes_too_long_fails_its_requests_and_the_adapter_sta
     rig: NodeRig, port: Port
 ) -> None:
     await acknowledged(rig, port, A)
-    rig.submit(port, adapter=A)
-    rig.driver.run()
+    rig.complete(port, adapter=A)
     rig.manual_clock.advance(WAIT_S)
     rig.driver.run()
     (end,) = await deltas(port)
     assert end.outcome is Outcome.ADAPTER_UNAVAILABLE
     assert "for too long" in end.error
-    rig.runner.adapters.load(Path("/a"), A)
-    rig.adapters.end_load()
-    rig.submit(port, OTHER, adapter=A)
-    rig.driver.run()
+    end_load(rig, A)
+    rig.complete(port, OTHER, adapter=A)
     assert outcomes(await deltas(port)) == {"other": Outcome.LENGTH}
 
 
@@ -159,15 +158,13 @@ async def test_the_least_recently_wanted_adapter_leaves_memory_when_its_requests
         rig.submit(port, AttemptKey(f"r{number}", 1, 1), adapter=digest)
     rig.driver.run()
     for _ in range(2):
-        rig.runner.adapters.load(Path("/"), rig.adapters.loads[0].digest)
-        rig.adapters.end_load()
+        end_load(rig, rig.adapters.loads[0].digest)
     assert not rig.adapters.loads, "both in memory are in use"
     rig.driver.run()
     assert outcomes(await deltas(port)) == {"r0": Outcome.LENGTH, "r1": Outcome.LENGTH}
     assert [load.digest for load in rig.adapters.loads] == [C]
     assert set(rig.runner.adapters.loaded) == {B}, "A was unloaded to make room"
-    rig.runner.adapters.load(Path("/c"), C)
-    rig.adapters.end_load()
+    end_load(rig, C)
     rig.driver.run()
     assert outcomes(await deltas(port)) == {"r2": Outcome.LENGTH}
 
@@ -176,10 +173,8 @@ async def test_an_adapter_that_has_lost_its_name_leaves_memory_and_running_reque
     rig: NodeRig, port: Port
 ) -> None:
     await acknowledged(rig, port, A)
-    rig.submit(port, adapter=A)
-    rig.driver.run()
-    rig.runner.adapters.load(Path("/a"), A)
-    rig.adapters.end_load()
+    rig.complete(port, adapter=A)
+    end_load(rig, A)
     rig.driver.turn()
     port.receive(sources())
     rig.driver.turn()
@@ -193,8 +188,7 @@ async def test_a_decode_leg_and_a_bad_digest(rig: NodeRig, port: Port) -> None:
     await acknowledged(rig, port, A)
     port.receive(submit(leg=Leg.DECODE, kv_source=SOURCE, adapter=A))
     rig.driver.run()
-    rig.runner.adapters.load(Path("/a"), A)
-    rig.adapters.end_load()
+    end_load(rig, A)
     rig.driver.run()
     assert not await deltas(port)
     rig.submit(port, OTHER, adapter="../etc")
@@ -215,8 +209,7 @@ async def test_an_adapter_that_has_moved_is_read_where_it_is_now(rig: NodeRig, p
     rig.adapters.found["/moved"] = A
     port.receive(AdapterList([AdapterSource("a", "/moved", A)]))
     await adapter_reports(rig, port)
-    rig.submit(port, adapter=A)
-    rig.driver.run()
+    rig.complete(port, adapter=A)
     assert [load.directory for load in rig.adapters.loads] == ["/moved"]
 
 
@@ -225,8 +218,7 @@ def test_a_load_that_fails_for_a_reason_that_may_pass_takes_an_adapter_away_for_
         rig = NodeRig()
         port = rig.service.open_port("router-0")
         await acknowledged(rig, port, A)
-        rig.submit(port, adapter=A)
-        rig.driver.turn()
+        rig.begin(port, adapter=A)
         rig.adapters.end_load(AdapterFault("no memory", may_pass=True))
         rig.driver.run()
         reports = await queued_reports(port)

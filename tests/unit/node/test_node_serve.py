@@ -144,6 +144,12 @@ def submit(leg: Leg = Leg.WHOLE, max_tokens: int = 3) -> Submit:
     return Submit(KEY, leg, RequestSpec((1, 2, 3), SamplingParams(max_tokens=max_tokens)))
 
 
+async def attached(node: NodeDescription) -> tuple[NodeClient, QueuedReports]:
+    """A client of a node, and the stream of a router."""
+    client = NodeClient(node.address)
+    return client, QueuedReports(await client.attach("router-0", node.incarnation))
+
+
 async def until_end(stream: QueuedReports) -> RequestDelta:
     async for report in stream:
         for delta in report.deltas:
@@ -386,8 +392,7 @@ async def test_a_router_that_attaches_while_the_node_ends_is_refused(tmp_path: P
 async def test_a_node_changes_its_role_when_its_work_is_done_and_keeps_its_model(tmp_path: Path) -> None:
     async with changing(tmp_path) as (node, ready, task):
         first = await ready.get()
-        client = NodeClient(first.address)
-        stream = QueuedReports(await client.attach("router-0", first.incarnation))
+        client, stream = await attached(first)
         stream.send(submit(max_tokens=400))
         with pytest.raises(ConfigError, match=f"this is {first.incarnation}, not another"):
             await client.set_role(Role.DECODE, "another")
@@ -401,8 +406,7 @@ async def test_a_node_changes_its_role_when_its_work_is_done_and_keeps_its_model
         assert len({id(context.runner) for _, context in node.made}) == 1
         (record,) = (await node.registry.read()).values()
         assert (record.role, record.incarnation) == ("decode", second.incarnation)
-        again = NodeClient(second.address)
-        stream = QueuedReports(await again.attach("router-0", second.incarnation))
+        again, stream = await attached(second)
         await again.set_role(Role.DECODE)
         stream.send(submit())
         assert (await until_end(stream)).outcome is Outcome.LENGTH
@@ -433,8 +437,7 @@ async def test_what_runs_longer_than_a_change_of_role_may_take_is_given_back_to_
     monkeypatch.setattr(FakeRole, "attempt_aborted", lambda role, attempt: runner.released.set())
     async with changing(tmp_path, runner, drain_s=0) as (_, ready, _):
         first = await ready.get()
-        client = NodeClient(first.address)
-        stream = QueuedReports(await client.attach("router-0", first.incarnation))
+        client, stream = await attached(first)
         stream.send(submit(max_tokens=400))
         async for report in stream:
             if report.deltas:
@@ -454,8 +457,7 @@ async def test_a_change_of_role_that_leaves_reads_behind_says_so_and_reuses_no_m
     monkeypatch.setattr("baton.node.drain.GIVE_UP_AFTER_S", 0.0)
     async with changing(tmp_path) as (node, ready, task):
         first = await ready.get()
-        client = NodeClient(first.address)
-        stream = QueuedReports(await client.attach("router-0", first.incarnation))
+        client, stream = await attached(first)
         stream.send(submit(Leg.PREFILL))
         assert (await until_end(stream)).outcome is Outcome.HANDED_OFF
         state = "SUSPECT" if side is HandoffSide.SENDER else "QUARANTINED"
@@ -467,8 +469,7 @@ async def test_a_change_of_role_that_leaves_reads_behind_says_so_and_reuses_no_m
             assert ready.empty()
         else:
             second = await ready.get()
-            again = NodeClient(second.address)
-            stream = QueuedReports(await again.attach("router-0", second.incarnation))
+            again, stream = await attached(second)
             async for report in stream:
                 assert report.notice is not None
                 assert report.notice.startswith("the drain gave up on 1 blocks")
@@ -513,7 +514,7 @@ class ReportingRole(FakeRole):
         super().__init__()
         self._node = node
 
-    def handoff_report(self) -> HandoffReport:
+    def report(self) -> HandoffReport:
         return self._node.reported
 
 

@@ -66,12 +66,13 @@ from tests.support.node_rig import (
     tokens,
 )
 from tests.support.requests import changed
-from tests.support.virtual_time import LoopClock, run_virtually
+from tests.support.virtual_time import LoopClock, run_virtually, virtually
+
+PARAMS = SamplingParams(temperature=0.0, seed=3, max_tokens=4)
 
 
 async def test_a_request_ends_once_and_leaves_nothing(rig: NodeRig, port: Port) -> None:
-    rig.submit(port)
-    rig.driver.run()
+    rig.complete(port)
     got = await deltas(port)
     assert tokens(got) == expected_tokens(PROMPT, 4, seed=3, vocab_size=VOCAB)
     assert [delta.outcome for delta in got] == [None, None, None, Outcome.LENGTH]
@@ -82,8 +83,7 @@ async def test_each_router_is_told_of_its_own_requests_only(rig: NodeRig) -> Non
     first, second = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     other = AttemptKey("req", 1, 8)
     rig.submit(first)
-    rig.submit(second, other)
-    rig.driver.run()
+    rig.complete(second, other)
     assert {delta.attempt for delta in await deltas(first)} == {KEY}
     assert {delta.attempt for delta in await deltas(second)} == {other}
 
@@ -106,8 +106,7 @@ async def test_a_router_without_requests_is_told_of_the_load_a_few_times_a_secon
 
 
 async def test_steps_are_kept_for_a_timeline_and_returned_once(rig: NodeRig, port: Port) -> None:
-    rig.submit(port)
-    rig.driver.turn()
+    rig.begin(port)
     first = rig.service.steps(0)
     rig.driver.run()
     rest = rig.service.steps(first[-1].seq)
@@ -137,14 +136,14 @@ def test_a_full_step_log_returns_the_steps_that_it_still_has() -> None:
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3])
-async def test_an_abort_ends_it_and_tells_the_role(rig: NodeRig, port: Port, turns: int) -> None:
-    rig.submit(port)
-    for _ in range(turns):
-        rig.driver.turn()
+@pytest.mark.parametrize("beams", [{}, {"max_tokens": 50, "n": 2, "beam_width": 3}], ids=["plain", "beams"])
+async def test_an_abort_ends_it_and_tells_the_role(rig: NodeRig, port: Port, turns: int, beams: dict[str, Any]) -> None:
+    rig.begin(port, sampling_params=replace(PARAMS, **beams), turns=turns)
     port.receive(Abort(KEY, "client left"))
     rig.driver.run()
     assert (await deltas(port))[-1].outcome is Outcome.ABORTED
     assert rig.role.aborted == [KEY]
+    assert not rig.scheduler.requests
     await rig.check_idle(port)
 
 
@@ -187,8 +186,7 @@ async def test_an_attempt_of_several_sequences_ends_with_the_last_of_them() -> N
 
 async def test_one_sequence_or_all_are_aborted(rig: NodeRig, port: Port) -> None:
     port.receive(several(3))
-    for _ in range(3):
-        rig.driver.turn()
+    rig.driver.turns(3)
     port.receive(Abort(KEY, "its text is over", 0))
     rig.driver.turn()
     assert KEY in rig.service.running_for(port)
@@ -219,22 +217,10 @@ async def test_a_beam_search_is_reported_as_its_best_sequences(rig: NodeRig, por
     await rig.check_idle(port)
 
 
-async def test_an_aborted_beam_search_is_over(rig: NodeRig, port: Port) -> None:
-    port.receive(submit(sampling_params=SamplingParams(temperature=0.0, max_tokens=50, n=2, beam_width=3)))
-    for _ in range(4):
-        rig.driver.turn()
-    port.receive(Abort(KEY, "client left"))
-    rig.driver.run()
-    assert [delta.outcome for delta in await deltas(port)] == [Outcome.ABORTED]
-    assert not rig.scheduler.requests
-    await rig.check_idle(port)
-
-
 async def test_an_embedding_comes_with_the_end_and_is_replayed_when_adopted() -> None:
     rig = NodeRig(orphan_grace_s=10.0)
     port = rig.service.open_port("router-0", "router-0.a")
-    rig.submit(port, leg=Leg.EMBED)
-    rig.driver.run()
+    rig.complete(port, leg=Leg.EMBED)
     (end,) = await deltas(port)
     assert (end.outcome, end.embedding, end.token_ids) == (Outcome.STOP, expected_embedding(PROMPT), [])
     assert end.timings is not None
@@ -416,8 +402,7 @@ async def test_a_prefill_leg_is_over_with_its_only_sequence() -> None:
 async def test_an_abort_after_the_end_reaches_the_role_and_changes_nothing_else() -> None:
     rig = NodeRig(Role.PREFILL)
     port = rig.service.open_port("router-0")
-    rig.submit(port, leg=Leg.PREFILL)
-    rig.driver.run()
+    rig.complete(port, leg=Leg.PREFILL)
     assert (await deltas(port))[-1].outcome is Outcome.HANDED_OFF
     port.receive(Abort(KEY, "the decode leg died"))
     rig.driver.run()
@@ -428,8 +413,7 @@ async def test_an_abort_after_the_end_reaches_the_role_and_changes_nothing_else(
 async def test_a_node_is_idle_only_when_no_block_is_leased() -> None:
     rig = NodeRig(Role.PREFILL)
     port = rig.service.open_port("router-0")
-    rig.submit(port, leg=Leg.PREFILL)
-    rig.driver.run()
+    rig.complete(port, leg=Leg.PREFILL)
     idle = asyncio.create_task(rig.service.draining.wait_idle())
     await asyncio.wait((idle,), timeout=0)
     assert not idle.done()
@@ -438,39 +422,33 @@ async def test_a_node_is_idle_only_when_no_block_is_leased() -> None:
     await idle
 
 
-def test_a_drain_gives_up_on_reads_that_do_not_end_and_says_what_it_left(rig: NodeRig, port: Port) -> None:
+@virtually
+async def test_a_drain_gives_up_on_reads_that_do_not_end_and_says_what_it_left() -> None:
     """It does so when nothing else was left for a while; a lease whose reader is queued is waited for without bound."""
-
-    async def main() -> None:
-        rig = NodeRig(Role.PREFILL, clock=LoopClock())
-        port, loop = rig.service.open_port("router-0"), asyncio.get_running_loop()
-        rig.submit(port, leg=Leg.PREFILL)
-        rig.driver.run()
-        lease = OpenHandoff(KEY, HandoffSide.SENDER, "READING", "decode-0", "decode-0.x", 2, 9.0)
-        rig.role.reported = HandoffReport(open=[lease])
-        idle = asyncio.create_task(rig.service.draining.wait_idle())
-        await asyncio.sleep(1000)
-        assert not idle.done()
-        suspect = replace(lease, state="SUSPECT")
-        rig.role.reported = HandoffReport(open=[suspect])
-        suspect_at = loop.time()
-        assert await idle == [suspect]
-        assert GIVE_UP_AFTER_S <= loop.time() - suspect_at <= GIVE_UP_AFTER_S + 2 * HEARTBEAT_S
-        left = [event for event in rig.log.after(0) if event.name == "drain_gave_up"]
-        assert [(event.attempt, event.value, event.detail) for event in left] == [(KEY, 2, "SUSPECT decode-0")]
-        story = f"the drain gave up on 2 blocks whose reads do not end: {KEY} SUSPECT with decode-0, 2 blocks, 9 s"
-        assert [report.notice for report in await queued_reports(port) if report.notice] == [story]
-
-    run_virtually(main())
+    rig = NodeRig(Role.PREFILL, clock=LoopClock())
+    port, loop = rig.service.open_port("router-0"), asyncio.get_running_loop()
+    rig.complete(port, leg=Leg.PREFILL)
+    lease = OpenHandoff(KEY, HandoffSide.SENDER, "READING", "decode-0", "decode-0.x", 2, 9.0)
+    rig.role.reported = HandoffReport(open=[lease])
+    idle = asyncio.create_task(rig.service.draining.wait_idle())
+    await asyncio.sleep(1000)
+    assert not idle.done()
+    suspect = replace(lease, state="SUSPECT")
+    rig.role.reported = HandoffReport(open=[suspect])
+    suspect_at = loop.time()
+    assert await idle == [suspect]
+    assert GIVE_UP_AFTER_S <= loop.time() - suspect_at <= GIVE_UP_AFTER_S + 2 * HEARTBEAT_S
+    left = [event for event in rig.log.after(0) if event.name == "drain_gave_up"]
+    assert [(event.attempt, event.value, event.detail) for event in left] == [(KEY, 2, "SUSPECT decode-0")]
+    story = f"the drain gave up on 2 blocks whose reads do not end: {KEY} SUSPECT with decode-0, 2 blocks, 9 s"
+    assert [report.notice for report in await queued_reports(port) if report.notice] == [story]
 
 
 async def test_a_submit_that_comes_twice_runs_once_and_stays_abortable() -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
-    rig.submit(port)
-    rig.driver.turn()
-    rig.submit(port)
-    rig.driver.turn()
+    rig.begin(port)
+    rig.begin(port)
     assert all(delta.outcome is None for delta in await deltas(port))
     assert KEY in rig.service.running_for(port)
     port.close()
@@ -479,12 +457,11 @@ async def test_a_submit_that_comes_twice_runs_once_and_stays_abortable() -> None
     assert not rig.scheduler.requests
 
 
-async def test_a_router_can_not_abort_or_submit_the_attempt_of_another() -> None:
-    rig = NodeRig()
+async def test_a_router_can_not_abort_or_submit_the_attempt_of_another(rig: NodeRig) -> None:
     owner, stranger = rig.service.open_port("router-0"), rig.service.open_port("router-1")
-    rig.submit(owner)
-    rig.driver.turn()
+    rig.begin(owner)
     rig.submit(stranger)
+    assert [delta.outcome for delta in await deltas(stranger)] == [Outcome.ERROR]
     stranger.receive(Abort(KEY, "not mine"))
     stranger.close()
     rig.driver.run()
@@ -492,23 +469,11 @@ async def test_a_router_can_not_abort_or_submit_the_attempt_of_another() -> None
     assert rig.role.aborted == []
 
 
-async def test_a_router_that_submits_the_attempt_of_another_is_told_so() -> None:
-    rig = NodeRig()
-    owner, stranger = rig.service.open_port("router-0"), rig.service.open_port("router-1")
-    rig.submit(owner)
-    rig.submit(stranger)
-    assert [delta.outcome for delta in await deltas(stranger)] == [Outcome.ERROR]
-    rig.driver.run()
-    assert (await deltas(owner))[-1].outcome is Outcome.LENGTH
-
-
-async def test_attempts_of_a_router_that_detaches_are_aborted_without_a_grace() -> None:
-    rig = NodeRig()
+async def test_attempts_of_a_router_that_detaches_are_aborted_without_a_grace(rig: NodeRig) -> None:
     port, other = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     rig.submit(port)
     stays = AttemptKey("stays", 1, 9)
-    rig.submit(other, stays)
-    rig.driver.turn()
+    rig.begin(other, stays)
     port.close()
     port.close()
     rig.driver.run()
@@ -520,22 +485,18 @@ async def test_attempts_of_a_router_that_detaches_are_aborted_without_a_grace() 
     await rig.service.draining.wait_idle()
 
 
-async def test_a_router_that_does_not_read_is_cut_off_alone() -> None:
-    rig = NodeRig()
+async def test_a_router_that_does_not_read_is_cut_off_alone(rig: NodeRig) -> None:
     slow, other = rig.service.open_port("router-0"), rig.service.open_port("router-1")
-    rig.submit(slow)
-    rig.driver.turn()
+    rig.begin(slow)
     for _ in range(MAX_QUEUED_REPORTS):
         slow.push(StepReport((), rig.service.report().load))
-    rig.submit(other, AttemptKey("stays", 1, 9))
-    rig.driver.run()
+    rig.complete(other, AttemptKey("stays", 1, 9))
     assert rig.role.aborted == [KEY]
     assert slow.num_queued == MAX_QUEUED_REPORTS + 1
     assert (await deltas(other))[-1].outcome is Outcome.LENGTH
     assert [report async for report in slow.reports()], "what was queued is still to be had"
 
 
-PARAMS = SamplingParams(temperature=0.0, seed=3, max_tokens=4)
 STOPS_AT_9 = replace(PARAMS, stop_token_ids=frozenset({9}))
 BAD = [
     ("prompt", {"prompt_token_ids": ()}),
@@ -619,8 +580,7 @@ async def test_an_attempt_with_earlier_output_continues_after_it() -> None:
     undisturbed = expected_tokens(PROMPT, 9, seed=3, vocab_size=VOCAB)
     # Before min_tokens no token ends the output.
     params = replace(PARAMS, max_tokens=9, min_tokens=9, stop_token_ids=frozenset(undisturbed))
-    rig.submit(port, output_token_ids=undisturbed[:5], sampling_params=params)
-    rig.driver.run()
+    rig.complete(port, output_token_ids=undisturbed[:5], sampling_params=params)
     told = await deltas(port)
     assert (told[0].first_index, tokens(told)) == (5, undisturbed[5:])
     assert told[0].timings is not None
@@ -638,8 +598,7 @@ async def test_an_attempt_is_reported_as_begun_before_the_engine_gets_it() -> No
 async def test_a_prompt_that_can_never_fit_ends_ignored() -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
-    rig.submit(port, prompt_token_ids=(1,) * 200)
-    rig.driver.run()
+    rig.complete(port, prompt_token_ids=(1,) * 200)
     (delta,) = await deltas(port)
     assert delta.outcome is Outcome.IGNORED
     assert "200 tokens" in delta.error
@@ -659,8 +618,7 @@ async def test_absurd_lengths_end_at_the_models_length() -> None:
 async def test_draining_is_reported_at_once_and_refuses_new_work() -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
-    rig.submit(port)
-    rig.driver.turn()
+    rig.begin(port)
     await queued_reports(port)
     rig.service.draining.refuse_new_work()
     (report,) = await queued_reports(port)
@@ -708,8 +666,7 @@ async def test_the_wait_in_the_engines_inbox_counts_as_queueing(rig: NodeRig, po
 async def test_a_load_report_counts_each_request_once(rig: NodeRig, port: Port) -> None:
     for number in range(6):
         rig.submit(port, AttemptKey(f"r{number}", 1))
-    rig.submit(port, leg=Leg.DECODE, kv_source=SOURCE)
-    rig.driver.turn()
+    rig.begin(port, leg=Leg.DECODE, kv_source=SOURCE)
     load = rig.service.report().load
     assert (load.running, load.waiting, load.waiting_for_remote_kvs) == (4, 2, 1), "KV comes without a seat"
     port.receive(Abort(AttemptKey("r5", 1), "x"))
@@ -721,8 +678,7 @@ async def test_a_load_report_counts_each_request_once(rig: NodeRig, port: Port) 
 
 async def test_reports_have_the_figures_of_a_step_and_the_work_that_is_left(rig: NodeRig) -> None:
     port, other = rig.service.open_port("router-0"), rig.service.open_port("router-1")
-    rig.submit(port)
-    rig.driver.turn()
+    rig.begin(port)
     load = rig.service.report().load
     assert (load.uncomputed_tokens, load.context_tokens) == (0, len(PROMPT))
     rig.manual_clock.advance(2 * LOAD_EVERY_S)
@@ -739,8 +695,7 @@ async def test_reports_have_the_figures_of_a_step_and_the_work_that_is_left(rig:
 
 
 async def test_a_decode_legs_timings_come_with_its_first_tokens(rig: NodeRig, port: Port) -> None:
-    rig.submit(port, leg=Leg.DECODE, kv_source=SOURCE)
-    rig.driver.turn()
+    rig.begin(port, leg=Leg.DECODE, kv_source=SOURCE)
     of_prompt = StageTimings(queue_ms=4.0, cached_tokens=16)
     rig.role.moved[KEY] = TransferFigures(4096, 1.5, of_prompt)
     rig.driver.tell_transfer(KVTransferOutput(failed={str(KEY): LostKV(TransferCause.PEER_GONE, "peer gone")}))
@@ -760,8 +715,7 @@ async def test_a_decode_legs_timings_come_with_its_first_tokens(rig: NodeRig, po
 async def test_drain_asks_the_process_and_trace_returns_the_events(rig: NodeRig, port: Port) -> None:
     rig.service.drain()
     assert rig.drained == 1
-    rig.submit(port)
-    rig.driver.run()
+    rig.complete(port)
     names = [event.name for event in rig.service.trace(0)]
     assert names[:2] == ["queued", "scheduled"]
     assert names[-1] == "finished"

@@ -42,9 +42,14 @@ ROOT = Path(__file__).parents[3]
 SHORT = SamplingParams(temperature=0.0, max_tokens=4)
 
 
+def small(model: Path, **settings: Any) -> LLM:
+    """A model with a small cache, since the memory of it is written when a model is loaded."""
+    return LLM(model, **{"dtype": "float32", "threads": 1, "kv_cache_memory": "16MiB", **settings})
+
+
 @pytest.fixture(scope="module")
 def shared() -> Iterator[LLM]:
-    with LLM(DEMO_MODEL, dtype="float32", threads=1) as llm:
+    with small(DEMO_MODEL) as llm:
         yield llm
 
 
@@ -95,7 +100,7 @@ def test_adapters_that_cannot_be_used_are_refused_before_anything_is_computed(sh
     assert shared.generate("good", SHORT, use_tqdm=False)[0].outputs[0].token_ids
     os.mkfifo(tmp_path / "adapter_config.json")
     with pytest.raises(AdapterRefused):
-        LLM(DEMO_MODEL, dtype="float32", threads=1, lora_modules=f"one={tmp_path}")
+        small(DEMO_MODEL, lora_modules=f"one={tmp_path}")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +132,7 @@ def test_a_chat_takes_a_template_of_the_caller(shared: LLM) -> None:
 
 
 def test_a_request_that_fits_the_model_but_not_the_cache_is_refused() -> None:
-    with LLM(DEMO_MODEL, dtype="float32", threads=1, kv_cache_memory="1MiB") as llm:
+    with small(DEMO_MODEL, kv_cache_memory="1MiB") as llm:
         prompts: list[str | Sequence[int]] = ["a", [5] * 200]
         with pytest.raises(InvalidRequest, match=r"prompts\[1\]: has 200 tokens; demo_model takes at most \d+"):
             llm.generate(prompts, SHORT)
@@ -154,7 +159,7 @@ def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_nothing_to_do_and_a_closed_model(tiny: Path) -> None:
-    llm = LLM(tiny, dtype="float32", threads=1)
+    llm = small(tiny)
     assert llm.generate([]) == []
     llm.close()
     llm.close()
@@ -195,7 +200,7 @@ def test_ctrl_c_ends_the_call_and_the_engine_goes_on(
     long = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with LLM(tiny, dtype="float32", threads=1, async_scheduling=async_scheduling) as llm:
+        with small(tiny, async_scheduling=async_scheduling) as llm:
             expected = llm.generate("def f(x):", SHORT)
             at_step(monkeypatch, 5, lambda: signal.raise_signal(signal.SIGINT))
             with pytest.raises(KeyboardInterrupt):
@@ -212,7 +217,7 @@ def test_outputs_count_the_drafts_of_their_prompt() -> None:
     loop = "one two three four one two three four one two three four one two"
     greedy = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     config = '{"method": "ngram", "prompt_lookup_min": 2}'
-    with LLM(DEMO_MODEL, dtype="float32", threads=1, speculative_config=config) as llm:
+    with small(DEMO_MODEL, speculative_config=config) as llm:
         drafted, plain = llm.generate([loop, loop], [greedy, replace(greedy, speculation=False)])
         total = llm.spec_decoding
     assert drafted.outputs == plain.outputs
@@ -225,7 +230,7 @@ def test_outputs_count_the_drafts_of_their_prompt() -> None:
 
 
 def test_the_death_of_the_engine_is_reported_each_time(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
-    with LLM(tiny, dtype="float32", threads=1) as llm:
+    with small(tiny) as llm:
         # The scheduler itself, since an error of the runner fails one step's requests and no more.
         monkeypatch.setattr(llm._engine.scheduler, "schedule", lambda: 1 / 0)
         for _ in range(2):
@@ -274,7 +279,7 @@ def test_settings_are_those_of_nodes_that_concern_the_engine() -> None:
     ids=["weights", "cache"],
 )
 def test_weights_and_the_cache_can_be_quantised(tiny: Path, setting: dict[str, Any], named: str) -> None:
-    with LLM(tiny, dtype="float32", threads=1, **setting) as llm:
+    with small(tiny, **setting) as llm:
         [result] = llm.generate([[1, 2, 3]], SHORT, use_tqdm=False)
         assert result.outputs[0].token_ids
         assert named in llm._engine.description.numerics
@@ -282,7 +287,7 @@ def test_weights_and_the_cache_can_be_quantised(tiny: Path, setting: dict[str, A
 
 def test_a_quantised_checkpoint_can_be_dequantised(tmp_path: Path) -> None:
     write_quantized_model(tmp_path / "gptq", "llama", PACKED_FORMATS["gptq-int4"])
-    with LLM(tmp_path / "gptq", dtype="float32", threads=1, dequantize=True) as llm:
+    with small(tmp_path / "gptq", dequantize=True) as llm:
         assert "/dequantized" in llm._engine.description.numerics
         assert llm.generate([[1, 2, 3]], SHORT, use_tqdm=False)
 
@@ -335,10 +340,21 @@ def test_a_gguf_file_is_taken_as_the_command_line_takes_it(tmp_path: Path, monke
         LLM(tmp_path / "bad.gguf")
 
 
-def test_prompts_may_be_dictionaries_as_of_other_engines(shared: LLM) -> None:
-    text = "def fibonacci(n):"
-    plain = shared.generate(text, SHORT)[0]
-    ids = list(plain.prompt_token_ids)
+@pytest.fixture(scope="module")
+def fibonacci(shared: LLM) -> RequestOutput:
+    return shared.generate("def fibonacci(n):", SHORT)[0]
+
+
+def check_refused(llm: LLM, prompts: Mapping[str, Any]) -> None:
+    """Each is refused by its place beside a good one; the names say what is wrong."""
+    for name, prompt in prompts.items():
+        with pytest.raises(InvalidRequest) as refusal:
+            llm.generate(["good", prompt], SHORT)
+        assert refusal.value.field == "prompts[1]", name
+
+
+def test_prompts_may_be_dictionaries_as_of_other_engines(shared: LLM, fibonacci: RequestOutput) -> None:
+    text, ids = "def fibonacci(n):", list(fibonacci.prompt_token_ids)
     given: list[Any] = [
         {"prompt": text},
         {"prompt": ids},
@@ -346,19 +362,20 @@ def test_prompts_may_be_dictionaries_as_of_other_engines(shared: LLM) -> None:
         {"prompt_token_ids": ids, "prompt": text},
     ]
     found = [*shared.generate(given, SHORT), *shared.generate(given[2], SHORT)]
-    assert [one.outputs[0].token_ids for one in found] == [plain.outputs[0].token_ids] * 5
+    assert [one.outputs[0].token_ids for one in found] == [fibonacci.outputs[0].token_ids] * 5
     assert [list(one.prompt_token_ids) for one in found] == [ids] * 5
     assert [one.prompt for one in found] == [text, None, None, text, None]
-    refused: list[Any] = [
-        {"prompt": None},
-        {"prompt_token_ids": []},
-        {"prompt_token_ids": "x"},
-        {"prompt_token_ids": ids, "x": 1},
-    ]
-    for wrong in refused:
-        with pytest.raises(InvalidRequest) as refusal:
-            shared.generate(["good", wrong], SHORT)
-        assert refusal.value.field == "prompts[1]", wrong
+
+
+def test_dictionaries_that_are_no_prompts_are_refused(shared: LLM) -> None:
+    wrong = {
+        "nothing": {},
+        "no text": {"prompt": None},
+        "no tokens": {"prompt_token_ids": []},
+        "words": {"prompt_token_ids": "x"},
+        "more": {"prompt_token_ids": [5, 6], "x": 1},
+    }
+    check_refused(shared, wrong)
 
 
 def test_a_text_continues_its_prompt(tmp_path: Path) -> None:
@@ -368,7 +385,7 @@ def test_a_text_continues_its_prompt(tmp_path: Path) -> None:
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     tokenizer["decoder"] = {"type": "Sequence", "decoders": [tokenizer["decoder"], {"type": "Fuse"}, strip]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with LLM(tmp_path, dtype="float32", threads=1) as llm:
+    with small(tmp_path) as llm:
         blank = llm._codec.encode_rendered(" ")
         params = SamplingParams(max_tokens=2, allowed_token_ids=blank)
         (special,) = llm._codec.special_ids([tokenizer["added_tokens"][0]["content"]])
@@ -377,24 +394,28 @@ def test_a_text_continues_its_prompt(tmp_path: Path) -> None:
         assert [one.outputs[0].text for one in found] == ["  ", " "]
 
 
-def test_rows_of_numbers_may_stand_in_place_of_tokens(shared: LLM) -> None:
-    text = "def fibonacci(n):"
-    plain = shared.generate(text, SHORT)[0]
-    ids = plain.prompt_token_ids
+@pytest.fixture(scope="module")
+def rows(fibonacci: RequestOutput) -> np.ndarray:
     table = load_file(DEMO_MODEL / "model.safetensors")["model.embed_tokens.weight"].float().numpy()
-    rows = table[list(ids)]
+    return np.asarray(table[list(fibonacci.prompt_token_ids)])
+
+
+def test_rows_of_numbers_may_stand_in_place_of_tokens(shared: LLM, fibonacci: RequestOutput, rows: np.ndarray) -> None:
+    ids = list(fibonacci.prompt_token_ids)
     file = save({"x": torch.from_numpy(rows[:3]).half()})
     given: list[Any] = [
         {"prompt_embeds": rows},
-        {"prompt_embeds": rows.tolist()[:5], "prompt": list(ids[5:])},
-        {"prompt_embeds": torch.from_numpy(rows[:1]), "prompt": list(ids[1:])},
-        {"prompt_embeds": file, "prompt": list(ids[3:])},
+        {"prompt_embeds": rows.tolist()[:5], "prompt": ids[5:]},
+        {"prompt_embeds": torch.from_numpy(rows[:1]), "prompt": ids[1:]},
+        {"prompt_embeds": file, "prompt": ids[3:]},
     ]
     found = shared.generate(given, SHORT)
-    assert [one.outputs[0].token_ids for one in found[:3]] == [plain.outputs[0].token_ids] * 3
+    assert [one.outputs[0].token_ids for one in found[:3]] == [fibonacci.outputs[0].token_ids] * 3
     assert [len(one.prompt_token_ids) for one in found] == [len(ids)] * 4
-    wrong: dict[str, Any] = {
-        "nothing": {},
+
+
+def test_rows_that_are_no_numbers_of_the_model_are_refused(shared: LLM, rows: np.ndarray) -> None:
+    wrong = {
         "more": {"prompt_embeds": rows, "image": 1},
         "another width": {"prompt_embeds": rows[:, :-1]},
         "words": {"prompt_embeds": "words"},
@@ -402,9 +423,6 @@ def test_rows_of_numbers_may_stand_in_place_of_tokens(shared: LLM) -> None:
         "NaN": {"prompt_embeds": rows * np.nan},
         "a number": {"prompt_embeds": rows, "prompt": 5},
     }
-    for name, prompt in wrong.items():
-        with pytest.raises(InvalidRequest) as refusal:
-            shared.generate(["good", prompt], SHORT)
-        assert refusal.value.field == "prompts[1]", name
+    check_refused(shared, wrong)
     with pytest.raises(InvalidRequest, match="prompt_embeds: is for generated text alone"):
         shared.embed({"prompt_embeds": rows})

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.kv_cache.events import KVEventLog, KVSnapshot
 from baton.engine.request import Request
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheUpdate, Tier
@@ -19,7 +18,7 @@ from baton.messages.sampling import SamplingParams
 from baton.messages.spans import EncoderContent, Span, rows_key
 from baton.node.reports.reports import kv_cache_updates
 from router.placement.cache_view import CacheView, PromptKeys, key_scheme_of
-from tests.support.router_parts import decode
+from tests.support.router_parts import block_keys, decode
 
 SIZE = 4
 NODE = decode(kv_layout="layout", block_size=SIZE)
@@ -28,11 +27,7 @@ PROMPT = tuple(range(50, 50 + 10 * SIZE + 3))
 
 
 def keys_of(prompt: Sequence[int] = PROMPT, node: NodeDescription = NODE, salt: str = "") -> list[bytes]:
-    """Return the keys of a prompt's blocks, as the engine of a node computes them."""
-    hasher = BlockHasher(CacheKeyFields(node.model_fingerprint, node.dtype, node.kv_layout), SIZE)
-    keys: list[bytes] = []
-    hasher.extend(keys, hasher.root(cache_salt=salt), prompt)
-    return keys
+    return block_keys(prompt, SIZE, node, salt)
 
 
 def test_keys_of_a_prompt_with_the_angles_of_long_sequences_are_those_of_the_engine() -> None:

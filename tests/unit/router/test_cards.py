@@ -9,7 +9,7 @@ from baton.messages.generation import ModelCard
 from baton.messages.sampling import SamplingDefaults
 from router.cards import CurrentCard, card_of_nodes
 from router.placement.view import ClusterView
-from tests.support.router_parts import MODEL, decode, prefill, record_of
+from tests.support.router_parts import MODEL, decode, prefill, record_of, view_of
 
 DEFAULTS = SamplingDefaults(temperature=0.5)
 KNOWN = ModelCard(MODEL, 1000, 9000, has_end=False, defaults=DEFAULTS, permits_extra_keys=True)
@@ -34,13 +34,9 @@ def test_the_card_is_the_known_one_until_a_node_of_the_model_is_attached() -> No
 
 
 def test_the_card_is_that_of_the_version_that_gets_new_requests() -> None:
-    view = ClusterView()
-    card = CurrentCard(KNOWN, view, lambda: 0.0)
     nodes = [prefill("p1"), decode("d1")]
-    odd = decode("d2", numerics="cuda", vocab_size=9, max_model_len=4096)
-    view.registered([record_of(node) for node in (*nodes, odd)])
-    for node in (*nodes, odd):
-        view.attached(node, 0.0)
+    view = view_of(*nodes, decode("d2", numerics="cuda", vocab_size=9, max_model_len=4096))
+    card = CurrentCard(KNOWN, view, lambda: 0.0)
     assert (card().vocab_size, card().max_model_len) == (300, 64)
     assert card().fingerprint == card_of_nodes(nodes, 64, DEFAULTS).fingerprint
     for node in nodes:
@@ -49,14 +45,9 @@ def test_the_card_is_that_of_the_version_that_gets_new_requests() -> None:
 
 
 def test_the_length_of_a_node_that_has_just_left_still_counts() -> None:
-    view = ClusterView()
-    card = CurrentCard(KNOWN, view, lambda: 0.0)
-    short, long = decode("short"), decode("long", max_model_len=4096)
-    view.registered([record_of(short), record_of(long)])
-    for node in (short, long):
-        view.attached(node, 0.0)
-    view.detached(long.incarnation, "it left", 0.0)
-    assert card().max_model_len == 4096
+    view = view_of(decode("short"), decode("long", max_model_len=4096))
+    view.detached("long.1", "it left", 0.0)
+    assert CurrentCard(KNOWN, view, lambda: 0.0)().max_model_len == 4096
 
 
 def test_a_card_has_what_all_nodes_can_do() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from baton.errors import (
     UnknownModel,
     UnsupportedRequest,
 )
-from baton.messages.adapters import MAX_ADAPTERS, AdapterList, AdapterRefusal, AdapterSource
+from baton.messages.adapters import MAX_ADAPTERS, AdapterList, AdapterRefusal, AdapterSource, LoadedAdapter
 from baton.messages.capabilities import GENERATES, Capability
 from baton.messages.node import Leg, NodeDescription, Outcome, RequestDelta, Submit
 from baton.model_formats.adapters import AdapterInfo
@@ -71,7 +71,7 @@ class Adapters:
         """Load an adapter that these nodes have in /NAME, and which they acknowledge."""
         for node in nodes:
             self.rig.nodes[node].adapters[f"/{name}"] = info(digest)
-        loading = asyncio.create_task(self.cluster.load_adapter(name, f"/{name}", **options))
+        loading = self.begin_loading(name, f"/{name}", **options)
         for node in nodes:
             await self.listed(node)
             self.acknowledge(node, digest)
@@ -79,6 +79,33 @@ class Adapters:
         for node in self.rig.nodes:
             if node not in nodes:
                 await self.listed(node)
+
+    def begin_loading(self, name: str, directory: str, **options: bool) -> asyncio.Task[LoadedAdapter]:
+        return asyncio.create_task(self.cluster.load_adapter(name, directory, **options))
+
+    async def wait_for(self, loading: asyncio.Task[LoadedAdapter], *reporting: str) -> None:
+        """Let time pass until the load is over, or no node can be waited for; these nodes report meanwhile."""
+        for _ in range(int(ACKNOWLEDGE_S / CHECK_EVERY_S) + 1):
+            await self.rig.timers.is_due(CHECK_EVERY_S)
+            self.rig.timers.advance(CHECK_EVERY_S)
+            for node in reporting:
+                self.rig.nodes[node].report()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            if loading.done():
+                break
+
+    def want(self, sources: Iterable[AdapterSource]) -> None:
+        """Let the registry name these adapters, too."""
+        texts = {NamedAdapter(source).text for source in sources}
+        self.state = replace(self.state, adapters=self.state.adapters | texts)
+        self.cluster.take_desired(self.state)
+
+    async def served(self, name: str, text: str = "a") -> Submit:
+        """Let a node serve the next request to its end; return its leg."""
+        leg = await self.rig.next_submit(name)
+        self.rig.report(name, leg.attempt, len(leg.output_token_ids), text, Outcome.STOP, stop_token_id=ord(text[-1]))
+        return leg
 
     async def listed(self, node: str) -> dict[str, str]:
         """The digest of each name in the next message to a node, which must be a list of adapters."""
@@ -135,9 +162,8 @@ async def test_unknown_and_unloaded_names_are_refused_and_running_requests_keep_
         await rig.nodes[here].all_read()
         rig.nodes[here].die()
         other = "d2" if here == "d1" else "d1"
-        again = await rig.next_submit(other)
+        again = await adapters.served(other, "c")
         assert (again.spec.adapter, list(again.output_token_ids)) == (A, [97, 98])
-        rig.report(other, again.attempt, 2, "c", Outcome.STOP, stop_token_id=99)
         await reader.finished()
         assert rig.nodes[other].inbox.empty(), "its adapter was on the list as long as it ran"
         adapters.cluster.check()
@@ -165,9 +191,7 @@ async def test_a_node_that_lost_an_adapter_hurts_nobody_and_another_one_takes_th
         rig.nodes[node].report(adapters={A: "its files have changed"})
         gone = RequestDelta(submit.attempt, outcome=Outcome.ADAPTER_UNAVAILABLE, error="its files have changed")
         rig.nodes[node].report(gone)
-        again = await rig.next_submit(other)
-        assert again.spec.adapter == A
-        rig.report(other, again.attempt, 0, "a", Outcome.STOP, stop_token_id=97)
+        assert (await adapters.served(other)).spec.adapter == A
         await reader.finished()
         assert not rig.requests.placer.open_breakers(rig.timers.monotonic())
         (row,) = adapters.cluster.list_adapters()
@@ -212,10 +236,7 @@ async def test_a_node_that_was_started_again_learns_of_adapters_and_serves_those
         assert rig.nodes["d1"].inbox.empty(), "it has not acknowledged the adapter"
         adapters.acknowledge("d1", A)
         for _ in range(2):
-            leg = await rig.next_submit("d1")
-            assert leg.spec.adapter == A
-            start = len(leg.output_token_ids)
-            rig.report("d1", leg.attempt, start, "b", Outcome.STOP, stop_token_id=98)
+            assert (await adapters.served("d1", "b")).spec.adapter == A
         await asyncio.gather(reader.finished(), newcomer.finished())
 
 
@@ -225,14 +246,10 @@ async def test_requests_without_the_adapter_do_not_wait_behind_one_whose_nodes_a
         rig.card = replace(rig.card, adapters={"one": AdapterSource("one", "/one", A)})
         waiting = rig.ask(model="one")
         base = rig.ask()
-        submit = await rig.next_submit("d1")
-        assert submit.spec.adapter == ""
-        rig.report("d1", submit.attempt, 0, "a", Outcome.STOP, stop_token_id=97)
+        assert (await adapters.served("d1")).spec.adapter == ""
         await base.finished()
         adapters.acknowledge("d1", A)
-        submit = await rig.next_submit("d1")
-        assert submit.spec.adapter == A
-        rig.report("d1", submit.attempt, 0, "a", Outcome.STOP, stop_token_id=97)
+        assert (await adapters.served("d1")).spec.adapter == A
         await waiting.finished()
 
 
@@ -251,7 +268,7 @@ async def test_nodes_that_find_other_bytes_are_named_with_both_digests() -> None
 async def test_an_adapter_that_one_node_refuses_is_served_by_the_others_with_a_warning() -> None:
     async with adapters_of(D1, D2) as adapters:
         adapters.rig.nodes["d1"].adapters["/one"] = info(A)
-        loading = asyncio.create_task(adapters.cluster.load_adapter("one", "/one"))
+        loading = adapters.begin_loading("one", "/one")
         await adapters.listed("d1")
         adapters.acknowledge("d1", A)
         assert (await loading).warnings == ["d2: there is no directory /one"]
@@ -293,16 +310,13 @@ async def test_bad_names_and_directories_are_refused_before_any_node_is_asked(
 
 async def test_commands_are_bounded() -> None:
     async with adapters_of(D1) as adapters:
-        many = {f"n{number}": AdapterSource(f"n{number}", "/x", A) for number in range(MAX_ADAPTERS)}
         adapters.rig.nodes["d1"].adapters["/one"] = info(A)
-        loads = [asyncio.create_task(adapters.cluster.load_adapter("one", "/one")) for _ in range(1000)]
+        loads = [adapters.begin_loading("one", "/one") for _ in range(1000)]
         await adapters.listed("d1")
         adapters.acknowledge("d1", A)
         results = await asyncio.gather(*loads, return_exceptions=True)
         assert sum(isinstance(one, Overloaded) for one in results) == 1000 - MAX_LOADING
-        for source in many.values():
-            adapters.state = replace(adapters.state, adapters=adapters.state.adapters | {_text(source)})
-        adapters.cluster.take_desired(adapters.state)
+        adapters.want(AdapterSource(f"n{number}", "/x", A) for number in range(MAX_ADAPTERS))
         with pytest.raises(InvalidRequest, match="as many as may"):
             await adapters.cluster.load_adapter("another", "/one")
 
@@ -310,7 +324,7 @@ async def test_commands_are_bounded() -> None:
 async def test_of_two_loads_that_take_one_name_at_the_same_time_the_second_is_refused() -> None:
     async with adapters_of(D1) as adapters:
         adapters.rig.nodes["d1"].adapters |= {"/one": info(A), "/two": info(B)}
-        loads = [asyncio.create_task(adapters.cluster.load_adapter("x", place)) for place in ("/one", "/two")]
+        loads = [adapters.begin_loading("x", place) for place in ("/one", "/two")]
         assert await adapters.listed("d1") == {"x": A}
         adapters.acknowledge("d1", A)
         first, second = await asyncio.gather(*loads, return_exceptions=True)
@@ -318,10 +332,8 @@ async def test_of_two_loads_that_take_one_name_at_the_same_time_the_second_is_re
         assert isinstance(second, InvalidRequest)
         assert "has another adapter already" in second.reason
         # The last name that is free can be taken once, too.
-        many = [AdapterSource(f"n{number}", "/x", A) for number in range(MAX_ADAPTERS - 2)]
-        adapters.state = replace(adapters.state, adapters=adapters.state.adapters | set(map(_text, many)))
-        adapters.cluster.take_desired(adapters.state)
-        loads = [asyncio.create_task(adapters.cluster.load_adapter(name, "/one")) for name in ("y", "z")]
+        adapters.want(AdapterSource(f"n{number}", "/x", A) for number in range(MAX_ADAPTERS - 2))
+        loads = [adapters.begin_loading(name, "/one") for name in ("y", "z")]
         results = await asyncio.gather(*loads, return_exceptions=True)
         assert sum(isinstance(one, InvalidRequest) for one in results) == 1
         assert len(adapters.state.named_adapters) == MAX_ADAPTERS
@@ -331,23 +343,11 @@ async def test_nodes_that_find_an_adapter_and_do_not_acknowledge_it_are_named_in
     async with adapters_of(D1, D2) as adapters:
         for node in ("d1", "d2"):
             adapters.rig.nodes[node].adapters["/one"] = info(A)
-        loading = asyncio.create_task(adapters.cluster.load_adapter("one", "/one"))
+        loading = adapters.begin_loading("one", "/one")
         await adapters.listed("d1")
         adapters.rig.nodes["d1"].report(adapters={A: "no memory"})
-        for _ in range(int(ACKNOWLEDGE_S / CHECK_EVERY_S) + 1):
-            await adapters.rig.timers.is_due(CHECK_EVERY_S)
-            adapters.rig.timers.advance(CHECK_EVERY_S)
-            for node in ("d1", "d2"):
-                adapters.rig.nodes[node].report()
-            for _ in range(5):
-                await asyncio.sleep(0)
-            if loading.done():
-                break
+        await adapters.wait_for(loading, "d1", "d2")
         assert (await loading).warnings == ["d1: no memory", "d2: has not acknowledged it within 10 s"]
-
-
-def _text(source: AdapterSource) -> str:
-    return NamedAdapter(source).text
 
 
 async def test_without_nodes_or_a_model_that_can_nothing_is_loaded() -> None:
@@ -363,18 +363,10 @@ async def test_a_node_that_does_not_acknowledge_in_time_or_is_lost_holds_no_comm
     async with adapters_of(D1) as adapters:
         adapters.rig.nodes["d1"].adapters["/one"] = info(A)
         for lose in (False, True):
-            loading = asyncio.create_task(adapters.cluster.load_adapter("one", "/one"))
+            loading = adapters.begin_loading("one", "/one")
             if not lose:
                 await adapters.listed("d1")
-            for _ in range(int(ACKNOWLEDGE_S / CHECK_EVERY_S) + 1):
-                await adapters.rig.timers.is_due(CHECK_EVERY_S)
-                adapters.rig.timers.advance(CHECK_EVERY_S)
-                if not lose:
-                    adapters.rig.nodes["d1"].report()
-                for _ in range(5):
-                    await asyncio.sleep(0)
-                if loading.done():
-                    break
+            await adapters.wait_for(loading, *(() if lose else ("d1",)))
             assert (await loading).digest == A
 
 
@@ -383,9 +375,7 @@ async def test_adapters_that_a_router_was_started_with_get_their_names_once_node
         adapters = Adapters(rig)
         settled = asyncio.Event()
         modules = {"one": "/one", "bad": "/bad", "known": "/elsewhere"}
-        known = AdapterSource("known", "/known", B)
-        adapters.state = replace(adapters.state, adapters=frozenset({_text(known)}))
-        adapters.cluster.take_desired(adapters.state)
+        adapters.want([AdapterSource("known", "/known", B)])
         running = asyncio.create_task(adapters.cluster.run(modules, 1, settled.set))
         rig.register(D1)
         rig.nodes["d1"].adapters["/one"] = info(A)

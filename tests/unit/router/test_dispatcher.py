@@ -116,19 +116,6 @@ async def test_a_stop_token_is_returned_without_its_text() -> None:
         assert (finished.finish_reason, finished.stop_reason) == ("stop", 33)
 
 
-async def test_a_request_is_retried_when_its_prefill_node_dies_before_the_first_token() -> None:
-    async with router_rig(prefill("p1"), decode("d1"), prefill("p2")) as rig:
-        reader, first = await start_pair(rig, max_tokens=2)
-        rig.nodes["p1"].die()
-        assert (await rig.next_abort("d1")).attempt == first
-        second = await rig.next_attempt("p2")
-        assert (await rig.next_submit("d1")).kv_source == rig.nodes["p2"].description.as_peer
-        assert second == first._replace(attempt=2)
-        rig.report("d1", first, 1, "?", Outcome.KV_LOST)
-        finished = await rig.finish(reader, second, "ab", prefill="p2")
-        assert (reader.text, finished.path.attempts, finished.path.prefill_node) == ("ab", 2, "p2")
-
-
 async def test_a_reused_request_id_starts_another_flight() -> None:
     async with router_rig(prefill("p1"), decode("d1")) as rig:
         reader, first = await start_pair(rig, request_id="mine", max_tokens=2)
@@ -145,10 +132,7 @@ async def test_a_reused_request_id_starts_another_flight() -> None:
 
 async def test_a_stream_continues_on_another_pair_when_its_decode_node_dies() -> None:
     async with router_rig(prefill("p1"), decode("d1"), decode("d2")) as rig:
-        reader, first = await start_pair(rig, max_tokens=5)
-        rig.report("p1", first, 0, "a", Outcome.HANDED_OFF)
-        rig.report("d1", first, 1, "bc")
-        await reader.wait_for_tokens(3)
+        reader, first = await rig.streaming("abc", max_tokens=5)
         rig.nodes["d1"].die()
         assert (await rig.next_abort("p1")).attempt == first
         second = await rig.next_attempt("p1", "d2")
@@ -159,13 +143,15 @@ async def test_a_stream_continues_on_another_pair_when_its_decode_node_dies() ->
 
 async def test_the_decode_node_does_everything_when_the_last_prefill_node_dies() -> None:
     async with router_rig(prefill(), decode()) as rig:
-        reader, _ = await start_pair(rig, max_tokens=2)
+        reader, first = await start_pair(rig, max_tokens=2)
         rig.nodes["p1"].die()
-        await rig.next_abort("d1")
+        assert (await rig.next_abort("d1")).attempt == first
         whole = await rig.next_submit("d1")
-        assert (whole.leg, whole.kv_source) == (Leg.WHOLE, None)
-        rig.report("d1", whole.attempt, 0, "ab", Outcome.LENGTH)
-        path = (await reader.finished()).path
+        assert (whole.leg, whole.kv_source, whole.attempt) == (Leg.WHOLE, None, first._replace(attempt=2))
+        # What it still tells of the first attempt changes nothing.
+        rig.report("d1", first, 1, "?", Outcome.KV_LOST)
+        path = (await rig.end(reader, "d1", whole.attempt, 0, "ab")).path
+        assert (reader.text, path.attempts) == ("ab", 2)
         assert (path.prefill_node, path.decode_node, path.reason) == ("", "d1", "no prefill node is left")
 
 
@@ -190,8 +176,7 @@ async def test_a_silent_node_is_treated_as_lost() -> None:
         again = await rig.next_attempt("p1", "d2")
         lost = next(node for node in rig.view.statuses(0, 0) if node.name == "d1")
         assert (lost.status, lost.detail) == ("Suspect", "node d1 sent nothing for 3 s")
-        rig.report("p1", again, 0, "a", Outcome.LENGTH)
-        await reader.finished()
+        await rig.end(reader, "p1", again, 0, "a")
         assert reader.text == "a"
 
 
@@ -201,8 +186,7 @@ async def test_a_router_that_was_suspended_does_not_take_its_nodes_for_silent() 
         rig.timers.advance(60)
         for _ in range(5):
             await rig.tell_all("d1")
-        rig.report("p1", attempt, 0, "a", Outcome.LENGTH)
-        await reader.finished()
+        await rig.end(reader, "p1", attempt, 0, "a")
         assert rig.nodes["p1"].num_attachments == 1
 
 
@@ -211,8 +195,7 @@ async def test_a_router_that_was_suspended_does_not_take_its_nodes_for_silent() 
 async def test_an_early_end_in_each_stage_reaches_both_nodes(stage: str, how: str) -> None:
     nodes = () if stage == "placing" else (prefill(), decode())
     async with router_rig(*nodes) as rig:
-        reader = rig.ask(request_id="mine", timeout_s=1.0 if how == "deadline" else None)
-        await reader.wait_until_accepted()
+        reader = await rig.accepted(request_id="mine", timeout_s=1.0 if how == "deadline" else None)
         if nodes:
             attempt = await rig.next_attempt("p1", "d1")
         for name, index, told_in in (("p1", 0, ("handed off", "streaming")), ("d1", 1, ("streaming",))):
@@ -231,18 +214,24 @@ async def test_an_early_end_in_each_stage_reaches_both_nodes(stage: str, how: st
         await reader.raises(ends[how])
 
 
-async def test_two_requests_at_once_of_which_one_fails() -> None:
+@pytest.mark.parametrize(
+    ("fields", "kind", "why"),
+    [
+        ({"outcome": Outcome.ERROR, "error": "logits are not finite"}, EngineFault, "logits are not finite"),
+        # No character has this code.
+        ({"token_ids": (-1,)}, Exception, "the router failed while it handled this request"),
+    ],
+)
+async def test_two_requests_at_once_of_which_one_fails(fields: dict[str, Any], kind: type[Exception], why: str) -> None:
     async with router_rig(prefill(), decode()) as rig:
         good, first = await start_pair(rig, max_tokens=2)
         bad, second = await start_pair(rig, max_tokens=2)
         rig.nodes["p1"].report(
-            RequestDelta(second, outcome=Outcome.ERROR, error="logits are not finite"),
-            RequestDelta(first, 0, (97,), outcome=Outcome.HANDED_OFF),
+            RequestDelta(second, **fields), RequestDelta(first, 0, (97,), outcome=Outcome.HANDED_OFF)
         )
-        await bad.raises(EngineFault, "logits are not finite")
-        assert (await rig.next_abort("d1")).attempt == second
-        rig.report("d1", first, 1, "b", Outcome.LENGTH)
-        await good.finished()
+        await bad.raises(kind, why)
+        assert await rig.next_aborts("d1") == second
+        await rig.end(good, "d1", first, 1, "b")
         assert good.text == "ab"
 
 
@@ -267,18 +256,6 @@ async def test_a_request_that_a_node_finds_invalid_fails_without_blaming_the_nod
         assert not rig.requests.placer.open_breakers(0.0)
 
 
-async def test_a_fault_of_the_router_ends_one_request_only() -> None:
-    async with router_rig(prefill(), decode()) as rig:
-        good, first = await start_pair(rig, max_tokens=1)
-        bad, second = await start_pair(rig, max_tokens=1)
-        rig.nodes["p1"].report(
-            RequestDelta(second, 0, (-1,)),  # no character has this code
-            RequestDelta(first, 0, (97,), outcome=Outcome.LENGTH),
-        )
-        await good.finished()
-        await bad.raises(Exception, "the router failed while it handled this request")
-
-
 async def test_a_slow_reader_delays_no_other_and_is_ended_at_last() -> None:
     limits = DispatchLimits(max_backlog_tokens=3, stall_s=2.0)
     async with router_rig(prefill(), decode(), limits=limits) as rig:
@@ -288,8 +265,7 @@ async def test_a_slow_reader_delays_no_other_and_is_ended_at_last() -> None:
         quick, other = await start_pair(rig, max_tokens=1)
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
         rig.report("d1", attempt, 1, "bcd")
-        rig.report("p1", other, 0, "z", Outcome.LENGTH)
-        await quick.finished()
+        await rig.end(quick, "p1", other, 0, "z")
         await rig.next_aborts("d1", "p1")
         await rig.nodes["d1"].all_read()
         # Reading in time is forgiven, ...
@@ -346,29 +322,6 @@ async def test_chunks_taken_at_once_are_no_backlog_and_a_reader_may_catch_up() -
             await anext(events)
 
 
-async def test_a_request_waits_for_a_node_that_comes_back() -> None:
-    async with router_rig(decode("d1")) as rig:
-        reader = rig.ask(max_tokens=1)
-        await rig.next_submit("d1")
-        rig.nodes["d1"].die()
-        await rig.wait_until_attached(0)
-        rig.register(decode("d1", run=2))
-        whole = await rig.next_submit("d1")
-        assert whole.attempt.attempt == 2
-        rig.report("d1", whole.attempt, 0, "a", Outcome.LENGTH)
-        assert (await reader.finished()).path.attempts == 2
-
-
-async def test_a_request_waits_for_a_node_only_up_to_a_limit() -> None:
-    async with router_rig() as rig:
-        reader = rig.ask()
-        await reader.wait_until_accepted()
-        rig.timers.advance(9.9)
-        assert rig.requests.num_waiting == 1
-        rig.timers.advance(0.2)
-        await reader.raises(NoCapacity, "no node that serves demo is up")
-
-
 async def test_a_request_that_lost_its_nodes_waits_for_a_model_to_load() -> None:
     async with router_rig(decode("d1")) as rig:
         reader = rig.ask(max_tokens=1)
@@ -386,16 +339,12 @@ async def test_a_request_that_lost_its_nodes_waits_for_a_model_to_load() -> None
 
 async def test_a_stream_whose_link_was_cut_continues_on_its_nodes() -> None:
     async with router_rig(prefill(), decode()) as rig:
-        reader, attempt = await start_pair(rig, max_tokens=4)
-        rig.report("p1", attempt, 0, "w", Outcome.HANDED_OFF)
-        rig.report("d1", attempt, 1, "x")
-        await reader.wait_for_tokens(2)
+        reader, attempt = await rig.streaming("wx", max_tokens=4)
         rig.nodes["d1"].cut()
         assert await rig.nodes["d1"].inbox.get() == Adopt(attempt, 1, (2,))
         assert rig.nodes["d1"].kept == [attempt]
         rig.report("d1", attempt)
-        rig.report("d1", attempt, 2, "yz", Outcome.LENGTH)
-        assert (await reader.finished()).path.attempts == 1
+        assert (await rig.end(reader, "d1", attempt, 2, "yz")).path.attempts == 1
         assert reader.text == "wxyz"
         counters = rig.requests.counters
         assert (counters.attempts, counters.links_back) == ({AttemptCause.FIRST: 1}, 1)
@@ -419,8 +368,7 @@ async def test_a_stream_survives_repeated_cuts_of_its_link_up_to_a_limit() -> No
         await until_told()
         again = await rig.next_submit("d1")
         assert again.attempt.attempt == 2
-        rig.report("d1", again.attempt, 0, "wxyz", Outcome.LENGTH)
-        assert (await reader.finished()).path.attempts == 2
+        assert (await rig.end(reader, "d1", again.attempt, 0, "wxyz")).path.attempts == 2
 
 
 async def test_a_request_cancelled_while_its_link_is_cut_is_aborted_when_it_is_back() -> None:
@@ -433,8 +381,7 @@ async def test_a_request_cancelled_while_its_link_is_cut_is_aborted_when_it_is_b
         node.attach_error = Unreachable("no route to host")
         node.cut()
         await rig.wait_until_attached(0)
-        rig.dispatcher.cancel("leaves")
-        await reader.raises(Cancelled)
+        await rig.cancel(reader)
         assert node.inbox.empty()
         await rig.timers.is_due(within=0.5)
         node.attach_error = None
@@ -442,8 +389,7 @@ async def test_a_request_cancelled_while_its_link_is_cut_is_aborted_when_it_is_b
         assert (await rig.next_abort("d1")).attempt == left
         assert node.kept == [kept]
         assert await rig.next_adopt("d1") == kept
-        rig.report("d1", kept, 0, "x", Outcome.LENGTH)
-        await stays.finished()
+        await rig.end(stays, "d1", kept, 0, "x")
 
 
 async def test_a_prompt_is_placed_again_when_a_node_of_an_older_version_can_not_keep_it() -> None:
@@ -458,8 +404,7 @@ async def test_a_prompt_is_placed_again_when_a_node_of_an_older_version_can_not_
         rig.report("d1", attempt, outcome=Outcome.UNKNOWN)
         again = await rig.next_submit("d1")
         assert list(again.output_token_ids) == [ord("w")]
-        rig.report("d1", again.attempt, 1, "xy", Outcome.LENGTH)
-        assert (await reader.finished()).path.attempts == 2
+        assert (await rig.end(reader, "d1", again.attempt, 1, "xy")).path.attempts == 2
         assert rig.requests.counters.attempts[AttemptCause.NOT_KEPT] == 1
 
 
@@ -475,18 +420,6 @@ async def test_a_draining_node_gets_no_new_requests_and_refusals_count_as_no_att
         await rig.finish(reader, second, "ab", decode="d2")
 
 
-async def test_load_is_spread_over_nodes_before_they_report() -> None:
-    async with router_rig(prefill(), decode("d1"), decode("d2")) as rig:
-        readers = [rig.ask(max_tokens=1, request_id=f"r{n}") for n in range(4)]
-        keys = [await rig.next_attempt("p1") for _ in readers]
-        for name in ("d1", "d2", "d1", "d2"):
-            await rig.next_submit(name)
-        for attempt in keys:
-            rig.report("p1", attempt, 0, "a", Outcome.LENGTH)
-        for reader in readers:
-            await reader.finished()
-
-
 async def test_duplicates_bad_requests_and_a_draining_router_are_refused() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await start_pair(rig, request_id="mine", max_tokens=1)
@@ -498,8 +431,7 @@ async def test_duplicates_bad_requests_and_a_draining_router_are_refused() -> No
         rig.dispatcher.drain()
         await rig.ask().raises(Draining)
         assert rig.requests.num_live == 1
-        rig.report("p1", attempt, 0, "a", Outcome.LENGTH)
-        await reader.finished()
+        await rig.end(reader, "p1", attempt, 0, "a")
         await rig.dispatcher.idle()
         assert rig.requests.counters.accepted == 1
 
@@ -507,5 +439,4 @@ async def test_duplicates_bad_requests_and_a_draining_router_are_refused() -> No
 async def test_a_long_text_is_tokenized_in_a_thread_with_the_same_result() -> None:
     async with router_rig(prefill(), decode(), limits=DispatchLimits(thread_text_chars=2)) as rig:
         reader, attempt = await start_pair(rig, max_tokens=1)
-        rig.report("p1", attempt, 0, "a", Outcome.LENGTH)
-        assert (await reader.finished()).prompt_tokens == 5
+        assert (await rig.end(reader, "p1", attempt, 0, "a")).prompt_tokens == 5

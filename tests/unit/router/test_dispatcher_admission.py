@@ -21,7 +21,7 @@ from router.limits import DispatchLimits
 from router.operations.metrics import figures
 from router.placement.placer import PlacementSettings, Placer, Policy
 from tests.support.router_parts import decode, prefill
-from tests.support.router_rig import Reader, RouterRig, router_rig
+from tests.support.router_rig import Reader, RouterRig, all_leave, router_rig
 
 
 def small(name: str = "d1", **changes: object) -> NodeDescription:
@@ -30,10 +30,7 @@ def small(name: str = "d1", **changes: object) -> NodeDescription:
 
 
 async def start_requests(rig: RouterRig, name: str = "d1", count: int = 3) -> list[Reader]:
-    readers = [rig.ask(request_id=f"{name}-{number}", max_tokens=1) for number in range(count)]
-    for reader in readers:
-        await reader.wait_until_accepted()
-    return readers
+    return [await rig.accepted(request_id=f"{name}-{number}", max_tokens=1) for number in range(count)]
 
 
 async def finish_requests(rig: RouterRig, *readers: Reader, name: str = "d1") -> None:
@@ -47,12 +44,8 @@ async def finish_requests(rig: RouterRig, *readers: Reader, name: str = "d1") ->
 async def test_requests_beyond_a_nodes_capacity_wait_at_the_router_in_order() -> None:
     async with router_rig(small()) as rig:
         running = await start_requests(rig)
-        late, better = (
-            rig.ask(request_id="late", max_tokens=1, priority=1),
-            rig.ask(request_id="better", max_tokens=1),
-        )
-        await late.wait_until_accepted()
-        await better.wait_until_accepted()
+        late = await rig.accepted(request_id="late", max_tokens=1, priority=1)
+        better = await rig.accepted(request_id="better", max_tokens=1)
         assert (rig.requests.num_waiting, rig.nodes["d1"].inbox.qsize()) == (2, 3)
         rig.timers.advance(0.5)
         await finish_requests(rig, *running)
@@ -85,20 +78,17 @@ async def test_a_full_node_is_skipped_while_another_has_room() -> None:
 async def test_queued_prompts_fill_a_prefill_node_and_its_report_admits_the_next_one() -> None:
     async with router_rig(prefill(max_num_seqs=64, max_num_batched_tokens=2), decode()) as rig:
         await rig.tell_all("p1", running=1, uncomputed_tokens=32)
-        reader = rig.ask(max_tokens=1)
-        await reader.wait_until_accepted()
+        reader = await rig.accepted(max_tokens=1)
         assert rig.requests.num_waiting == 1
         rig.nodes["p1"].report(load=LoadReport(running=1, uncomputed_tokens=31))
         attempt = await rig.next_attempt("p1")
-        rig.report("p1", attempt, 0, "a", Outcome.LENGTH)
-        await reader.finished()
+        await rig.end(reader, "p1", attempt, 0, "a")
 
 
 async def test_a_request_that_fits_only_a_full_node_waits_for_it() -> None:
     async with router_rig(small("d1"), decode("d2", max_num_seqs=1, num_blocks=2)) as rig:
         await rig.tell_all("d1", waiting=2)
-        reader = rig.ask(max_tokens=40)
-        await reader.wait_until_accepted()
+        reader = await rig.accepted(max_tokens=40)
         assert rig.requests.num_waiting == 1
         rig.nodes["d1"].report(load=LoadReport())
         rig.report("d1", await rig.next_attempt("d1"), 0, "a", Outcome.STOP, stop_token_id=97)
@@ -117,9 +107,7 @@ async def test_the_number_of_running_requests_is_limited() -> None:
 async def test_a_full_queue_refuses_equal_priorities_and_displaces_the_lowest_for_higher_ones() -> None:
     async with router_rig(small(), limits=DispatchLimits(max_queue=2)) as rig:
         running = await start_requests(rig)
-        waiting = [rig.ask(max_tokens=1, request_id=f"w{n}", priority=1) for n in range(2)]
-        for reader in waiting:
-            await reader.wait_until_accepted()
+        waiting = [await rig.accepted(max_tokens=1, request_id=f"w{n}", priority=1) for n in range(2)]
         refused = rig.ask(request_id="no", priority=1)
         error = await refused.raises(QueueFull)
         assert 0.75 <= error.retry_after_s <= 1.25
@@ -149,8 +137,7 @@ async def test_a_request_that_would_be_late_is_refused_at_once() -> None:
         for fields in ({"timeout_s": 7.9}, {"ttft_slo_ms": 7900.0}):
             error = await rig.ask(request_id="late", **fields).raises(WouldBeLate)  # type: ignore[arg-type]
             assert error.retry_after_s >= 1.5
-        in_time = rig.ask(request_id="in-time", max_tokens=1, timeout_s=8.1, ttft_slo_ms=8100.0)
-        await in_time.wait_until_accepted()
+        in_time = await rig.accepted(request_id="in-time", max_tokens=1, timeout_s=8.1, ttft_slo_ms=8100.0)
         for attempt in attempts:
             rig.report("d1", attempt, 0, "a", Outcome.LENGTH)
         await finish_requests(rig, in_time)
@@ -177,8 +164,7 @@ async def pace(rig: RouterRig, reader: Reader, seconds: float) -> None:
     rig.report("d1", attempt, 0, "a")
     await rig.nodes["d1"].all_read()
     rig.timers.advance(seconds)
-    rig.report("d1", attempt, 1, "b", Outcome.LENGTH)
-    await reader.finished()
+    await rig.end(reader, "d1", attempt, 1, "b")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -204,10 +190,8 @@ async def test_a_first_token_that_comes_too_late_is_refused_by_every_policy(poli
         first = rig.ask(request_id="first", max_tokens=1)
         attempt = await rig.next_attempt("d1")
         rig.timers.advance(2.0)
-        rig.report("d1", attempt, 0, "a", Outcome.LENGTH)
-        await first.finished()
-        running = rig.ask(request_id="running", max_tokens=1)
-        await running.wait_until_accepted()
+        await rig.end(first, "d1", attempt, 0, "a")
+        running = await rig.accepted(request_id="running", max_tokens=1)
         await rig.tell_all("d1", running=1, uncomputed_tokens=10**7)
         await rig.ask(ttft_slo_ms=1500.0, max_tokens=1).raises(WouldBeLate)
         await finish_requests(rig, running)
@@ -246,8 +230,7 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing_behind(how: str) ->
 async def test_a_cancelled_request_makes_room_at_once() -> None:
     async with router_rig(small()) as rig:
         running = await start_requests(rig)
-        waiting = rig.ask(request_id="next", max_tokens=1)
-        await waiting.wait_until_accepted()
+        waiting = await rig.accepted(request_id="next", max_tokens=1)
         for _ in running:
             await rig.next_submit("d1")
         rig.dispatcher.cancel("d1-1")
@@ -262,17 +245,14 @@ async def test_a_cancelled_request_makes_room_at_once() -> None:
 async def test_a_request_that_lost_its_node_goes_first_even_to_a_full_node() -> None:
     async with router_rig(small("d1"), small("d2"), limits=DispatchLimits(min_priority=-5)) as rig:
         running = await start_requests(rig, count=6)
-        waiting = rig.ask(request_id="waits", max_tokens=1, priority=-5)
-        await waiting.wait_until_accepted()
+        waiting = await rig.accepted(request_id="waits", max_tokens=1, priority=-5)
         lost = [(await rig.next_submit("d1")).attempt.request_id for _ in range(3)]
         assert len([await rig.next_submit("d2") for _ in range(3)]) == 3
         rig.nodes["d1"].die()
         again = [await rig.next_attempt("d2") for _ in range(3)]
         assert sorted(attempt.request_id for attempt in again) == sorted(lost)
         assert rig.requests.num_waiting == 1
-        for reader in [*running, waiting]:
-            reader.task.cancel()
-        await asyncio.gather(*(reader.task for reader in [*running, waiting]), return_exceptions=True)
+        await all_leave(*running, waiting)
 
 
 async def test_the_limit_on_waiting_depends_on_what_is_waited_for() -> None:
@@ -281,8 +261,7 @@ async def test_the_limit_on_waiting_depends_on_what_is_waited_for() -> None:
         running = await start_requests(rig)
         for _ in running:
             await rig.next_submit("d1")
-        waiting = rig.ask(request_id="full")
-        await waiting.wait_until_accepted()
+        waiting = await rig.accepted(request_id="full")
         rig.timers.advance(39.0)
         for _ in range(5):
             await rig.tell_all("d1", running=1, waiting=2)
@@ -291,19 +270,17 @@ async def test_the_limit_on_waiting_depends_on_what_is_waited_for() -> None:
         error = await waiting.raises(Overloaded)
         assert type(error) is Overloaded
         assert str(error) == "every node is full"
-        for reader in running:
-            reader.task.cancel()
-        await asyncio.gather(*(reader.task for reader in running), return_exceptions=True)
+        await all_leave(*running)
 
 
 async def test_all_requests_that_wait_for_a_missing_node_are_refused_in_time() -> None:
     async with router_rig() as rig:
-        readers = [rig.ask(request_id=f"r{n}") for n in range(3)]
+        readers = [await rig.accepted(request_id=f"r{n}") for n in range(3)]
+        rig.timers.advance(9.9)
+        assert rig.requests.num_waiting == 3
+        rig.timers.advance(0.2)
         for reader in readers:
-            await reader.wait_until_accepted()
-        rig.timers.advance(10.1)
-        for reader in readers:
-            await reader.raises(NoCapacity)
+            await reader.raises(NoCapacity, "no node that serves demo is up")
 
 
 async def test_a_request_too_large_for_every_node_is_refused_before_it_is_accepted() -> None:

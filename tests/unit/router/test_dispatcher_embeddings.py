@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import (
-    Cancelled,
     EngineFault,
     InvalidRequest,
     NoCapacity,
@@ -34,12 +33,10 @@ def nodes(*names: str) -> list[NodeDescription]:
 
 async def text_is_placed(rig: RouterRig) -> None:
     waiting, in_flight = rig.requests.num_waiting, rig.in_flight()
-    reader = rig.ask(request_id="some-text")
-    await reader.wait_until_accepted()
+    reader = await rig.accepted(request_id="some-text")
     assert rig.requests.num_waiting == waiting
     assert rig.in_flight() > in_flight
-    rig.dispatcher.cancel("some-text")
-    await reader.raises(Cancelled)
+    await rig.cancel(reader)
 
 
 def report_embedding(rig: RouterRig, name: str, attempt: AttemptKey, vector: bytes = VECTOR) -> None:
@@ -112,12 +109,10 @@ async def test_an_embedding_is_refused_at_once_if_no_node_embeds(policy: Policy)
 
 async def test_an_embedding_waits_for_a_node_if_none_is_up() -> None:
     async with router_rig(limits=DispatchLimits(capacity_wait_s=5.0)) as rig:
-        in_vain = rig.ask(pooling=PoolingRequest(), request_id="in-vain")
-        await in_vain.wait_until_accepted()
+        in_vain = await rig.accepted(pooling=PoolingRequest(), request_id="in-vain")
         rig.timers.advance(6.0)
         await in_vain.raises(NoCapacity, "no node that can embed with demo is up")
-        reader = rig.ask(pooling=PoolingRequest())
-        await reader.wait_until_accepted()
+        reader = await rig.accepted(pooling=PoolingRequest())
         rig.register(*nodes("p1"))
         report_embedding(rig, "p1", await rig.next_attempt("p1"))
         await reader.finished()
@@ -145,15 +140,13 @@ async def test_an_embedding_that_waits_for_a_full_node_delays_no_text(policy: Po
 async def test_a_text_request_that_waits_delays_no_embedding() -> None:
     async with router_rig(*nodes("p1"), decode("d1", max_num_seqs=4)) as rig:
         await rig.tell_all("d1", running=4, waiting=9)
-        text = rig.ask(max_tokens=1, request_id="text")
-        await text.wait_until_accepted()
+        text = await rig.accepted(max_tokens=1, request_id="text")
         assert rig.requests.num_waiting == 1
         reader = rig.ask(pooling=PoolingRequest())
         report_embedding(rig, "p1", await rig.next_attempt("p1"))
         await reader.finished()
         assert rig.requests.num_waiting == 1
-        rig.dispatcher.cancel("text")
-        await text.raises(Cancelled)
+        await rig.cancel(text)
         await rig.tell_all("d1")
 
 
@@ -218,8 +211,7 @@ async def test_the_times_of_embeddings_predict_nothing_for_texts() -> None:
         text = rig.ask(request_id="text", max_tokens=1)
         attempt = await rig.next_attempt("d1")
         rig.timers.advance(6.0)
-        rig.report("d1", attempt, 0, "a", Outcome.LENGTH)
-        await text.finished()
+        await rig.end(text, "d1", attempt, 0, "a")
         for number in range(3):
             reader = rig.ask(pooling=PoolingRequest(), request_id=f"e{number}")
             report_embedding(rig, "d1", await rig.next_attempt("d1"))
@@ -248,8 +240,7 @@ async def test_a_cancelled_embedding_is_aborted_at_its_node() -> None:
         reader = rig.ask(pooling=PoolingRequest(), request_id="mine")
         attempt = await rig.next_attempt("p1")
         await rig.resume("mine", 0).raises(RequestNotFound, "no stream")
-        rig.dispatcher.cancel("mine")
-        await reader.raises(Cancelled)
+        await rig.cancel(reader)
         assert (await rig.next_abort("p1")).attempt == attempt
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -17,7 +17,7 @@ from router.losses import FLIGHTS_PER_TURN
 from router.placement.placer import PlacementSettings, Placer, Policy
 from router.placement.view import SIZE_REMEMBERED_S
 from tests.support.router_parts import decode, prefill
-from tests.support.router_rig import Reader, RouterRig, router_rig
+from tests.support.router_rig import Reader, RouterRig, all_leave, router_rig
 
 POLICIES = [Policy.COST, Policy.LEAST_LOADED]
 
@@ -26,11 +26,6 @@ async def turns(number: int) -> None:
     """Let the loop run this number of turns."""
     for _ in range(number):
         await asyncio.sleep(0)
-
-
-async def turns_until(is_so: Callable[[], bool]) -> None:
-    while not is_so():
-        await turns(1)
 
 
 async def answer(rig: RouterRig) -> None:
@@ -50,17 +45,11 @@ async def answer(rig: RouterRig) -> None:
 async def streaming(rig: RouterRig, number: int) -> Sequence[Reader]:
     """Start this number of clients, and return when each has read tokens."""
     readers = [rig.ask(request_id=f"r{i}", max_tokens=40) for i in range(number)]
-    await turns_until(lambda: rig.requests.num_placed == number)
+    await rig.wait_until(lambda: rig.requests.num_placed == number)
     await answer(rig)
     for reader in readers:
         await reader.wait_for_tokens(2)
     return readers
-
-
-async def cancelled(readers: Sequence[Reader]) -> None:
-    for reader in readers:
-        reader.task.cancel()
-    await asyncio.gather(*(reader.task for reader in readers), return_exceptions=True)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -90,7 +79,7 @@ async def test_simultaneous_losses_are_all_known_before_a_stream_is_placed_again
         for reader in readers:
             await reader.wait_for_tokens(4)
         assert rig.requests.counters.failed == 0
-        await cancelled(readers)
+        await all_leave(*readers)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -101,24 +90,10 @@ async def test_losses_that_are_found_one_by_one_end_no_stream(policy: Policy) ->
         for node in rig.nodes.values():
             node.die()
             await turns(3)
-        await turns_until(lambda: rig.requests.num_waiting == 40)
+        await rig.wait_until(lambda: rig.requests.num_waiting == 40)
         assert rig.requests.counters.attempts[AttemptCause.NODE_LOST] > 0
         assert rig.requests.counters.failed == 0
-        await cancelled(readers)
-
-
-async def test_a_request_that_kills_its_nodes_ends_although_others_are_left() -> None:
-    async with router_rig(*(decode(f"d{i}") for i in range(12))) as rig:
-        reader = rig.ask(max_tokens=40)
-        for _ in range(3):
-            await turns_until(lambda: any(not node.inbox.empty() for node in rig.nodes.values()))
-            (node,) = (node for node in rig.nodes.values() if not node.inbox.empty())
-            submit = node.inbox.get_nowait()
-            assert isinstance(submit, Submit)
-            node.report(RequestDelta(submit.attempt))
-            await node.all_read()
-            node.die()
-        await reader.raises(Exception, "3 attempts failed")
+        await all_leave(*readers)
 
 
 async def test_a_stream_waits_for_the_only_node_large_enough_and_delays_no_other() -> None:
@@ -130,7 +105,7 @@ async def test_a_stream_waits_for_the_only_node_large_enough_and_delays_no_other
         await reader.wait_for_tokens(3)
         rig.nodes["d1"].die()
         await rig.wait_until_attached(1)
-        await turns_until(lambda: rig.requests.num_waiting == 1)
+        await rig.wait_until(lambda: rig.requests.num_waiting == 1)
 
         other = rig.ask("hello", max_tokens=1)
         await rig.serve("d2", text="x")
@@ -143,8 +118,7 @@ async def test_a_stream_waits_for_the_only_node_large_enough_and_delays_no_other
         rig.timers.advance(10)
         submit = await rig.next_submit("d1")
         assert list(submit.output_token_ids) == [97, 98, 99]
-        rig.report("d1", submit.attempt, 3, "d" * 37, Outcome.LENGTH)
-        assert (await reader.finished()).completion_tokens == 40
+        assert (await rig.end(reader, "d1", submit.attempt, 3, "d" * 37)).completion_tokens == 40
 
 
 async def test_a_stream_waits_for_a_large_enough_node_only_up_to_a_limit() -> None:
@@ -154,7 +128,7 @@ async def test_a_stream_waits_for_a_large_enough_node_only_up_to_a_limit() -> No
         await rig.next_submit("d1")
         rig.nodes["d1"].die()
         await rig.wait_until_attached(1)
-        await turns_until(lambda: rig.requests.num_waiting == 1)
+        await rig.wait_until(lambda: rig.requests.num_waiting == 1)
         rig.timers.advance(5.1)
         await reader.raises(NoCapacity, "large enough")
 

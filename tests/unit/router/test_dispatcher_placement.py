@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.messages.kv_cache import BlockStored, KVCacheUpdate
 from baton.messages.node import NodeDescription, Outcome, StageTimings, WatchKVCache
 from router.placement.placer import PlacementSettings, Placer
-from tests.support.router_parts import decode, prefill
+from tests.support.router_parts import block_keys, decode, prefill
 from tests.support.router_rig import RouterRig, router_rig
 
 PROMPT = "a long beginning, and an end"
@@ -24,10 +23,7 @@ def placer() -> Placer:
 
 
 def stored(text: str) -> BlockStored:
-    keys: list[bytes] = []
-    hasher = BlockHasher(CacheKeyFields("print", "float32", "layout"), 4)
-    hasher.extend(keys, hasher.root(), [ord(letter) for letter in text])
-    return BlockStored(keys)
+    return BlockStored(block_keys([ord(letter) for letter in text], 4))
 
 
 async def tell_cached(rig: RouterRig, name: str, update: KVCacheUpdate) -> None:
@@ -43,10 +39,9 @@ async def asked_for_everything(rig: RouterRig, name: str) -> None:
 async def serve_request(rig: RouterRig, pair: tuple[str, str]) -> None:
     """Send a request and run it to its end on these nodes."""
     reader = rig.ask(PROMPT, max_tokens=2)
-    submit = await rig.next_submit(pair[0])
-    assert (await rig.next_submit(pair[1])).attempt == submit.attempt
-    rig.report(pair[0], submit.attempt, 0, "x", Outcome.HANDED_OFF, StageTimings(1, 2))
-    rig.report(pair[1], submit.attempt, 1, "y", Outcome.LENGTH, StageTimings(transfer_ms=3, kv_bytes=10))
+    attempt = await rig.next_attempt(*pair)
+    rig.report(pair[0], attempt, 0, "x", Outcome.HANDED_OFF, StageTimings(1, 2))
+    rig.report(pair[1], attempt, 1, "y", Outcome.LENGTH, StageTimings(transfer_ms=3, kv_bytes=10))
     finished = await reader.finished()
     (told,) = rig.requests.placer.explain(reader.accepted.request_id, rig.timers.monotonic())
     assert told.decision.measured is not None

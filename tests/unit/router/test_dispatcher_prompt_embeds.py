@@ -16,7 +16,6 @@ from baton.messages.node import NodeDescription, Outcome, Submit
 from baton.messages.sampling import SamplingParams
 from router.admission.request import ValidRequest
 from router.limits import DispatchLimits
-from router.placement.placement import Placement
 from tests.support.given_spans import random_rows, safetensors_of, span_of
 from tests.support.router_parts import MODEL, decode, prefill
 from tests.support.router_rig import RouterRig, router_rig
@@ -56,8 +55,7 @@ async def test_both_nodes_of_each_attempt_get_the_rows() -> None:
                 rig.nodes.pop(name).die()
                 assert (await rig.next_abort("p1")).attempt == first.attempt
         rig.report("p1", first.attempt, 0, "a", Outcome.HANDED_OFF)
-        rig.report(name, first.attempt, 1, "bcdef", Outcome.LENGTH)
-        await reader.finished()
+        await rig.end(reader, name, first.attempt, 1, "bcdef")
         assert reader.text == "abcdef"
 
 
@@ -66,8 +64,7 @@ async def test_nodes_that_take_no_rows_are_not_chosen() -> None:
         reader = knows_rows(rig).ask(request_id="r", **ASKED)
         submit = await rig.next_submit("d2")
         assert submit.kv_source is None
-        rig.report("d2", submit.attempt, 0, "abcdef", Outcome.LENGTH)
-        await reader.finished()
+        await rig.end(reader, "d2", submit.attempt, 0, "abcdef")
     async with router_rig(prefill("p1"), decode("d1"), limits=LIMITS) as rig:
         with pytest.raises(UnsupportedRequest, match="can't do prompt_embeds"):
             await knows_rows(rig).ask(request_id="r", **ASKED).finished()
@@ -79,16 +76,14 @@ async def test_a_request_that_comes_again_after_its_routers_death_has_the_spans_
     )
     async with router_rig(able(prefill("p2")), able(decode("d2")), limits=LIMITS) as rig:
         knows_rows(rig)
-        gone = Placement(prefill("p1"), decode("d1"), "because")
-        rig.journal("router-0.a").write(recorded, AttemptKey("r", 2, 99), gone, takeover=1)
+        rig.left_behind(recorded, AttemptKey("r", 2, 99), prefill("p1"), decode("d1"))
         others = {**ASKED, "prompt_embeds": (PromptEmbeds(safetensors_of(random_rows(3, 8, seed=2))),)}
         await rig.resume("r", 1, **others).raises(InvalidRequest, "prompt: has other prompt_embeds, images")
         reader = rig.resume("r", 1, **ASKED)
         submits: list[Submit] = [await rig.next_submit("p2"), await rig.next_submit("d2")]
         assert [submit.spec.spans for submit in submits] == [(SPAN,)] * 2
         rig.report("p2", submits[0].attempt, 0, "a", Outcome.HANDED_OFF)
-        rig.report("d2", submits[0].attempt, 1, "bcdef", Outcome.LENGTH)
-        await reader.finished()
+        await rig.end(reader, "d2", submits[0].attempt, 1, "bcdef")
         assert reader.text == "bcdef"
 
 
@@ -96,17 +91,13 @@ async def test_all_rows_of_live_requests_have_a_bound_together() -> None:
     async with router_rig(able(decode("d1")), limits=LIMITS) as rig:
         knows_rows(rig)
         room = LIMITS.held_row_bytes // len(SPAN.rows)
-        readers = [rig.ask(request_id=f"r{number}", **ASKED) for number in range(room)]
-        for reader in readers:
-            await reader.wait_until_accepted()
+        readers = [await rig.accepted(request_id=f"r{number}", **ASKED) for number in range(room)]
         await rig.ask(request_id="more", **ASKED).raises(QueueFull, "too many bytes of images or prompt_embeds")
-        text = rig.ask(request_id="text")
-        await text.wait_until_accepted()
+        text = await rig.accepted(request_id="text")
         rig.dispatcher.cancel("r0")
         await readers[0].raises(Cancelled)
         await asyncio.sleep(0)
-        again = rig.ask(request_id="more", **ASKED)
-        await again.wait_until_accepted()
+        again = await rig.accepted(request_id="more", **ASKED)
         for number in range(1, room):
             rig.dispatcher.cancel(f"r{number}")
         for name in ("more", "text"):

@@ -26,11 +26,10 @@ from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.registry.base import ENDED_S
 from router.admission.request import ValidRequest
 from router.flight.flight_record import READS_PER_TURN
-from router.placement.placement import Placement
 from tests.doubles.fake_flight_records import LIFETIME_S
 from tests.doubles.fake_tokenizer import FakeTokenizer
 from tests.support.router_parts import MODEL, decode, prefill
-from tests.support.router_rig import Reader, RouterRig, router_rig
+from tests.support.router_rig import RouterRig, router_rig
 
 PARAMS = SamplingParams(seed=5, max_tokens=6)
 REQUEST = ValidRequest((5, 6, 7), PARAMS, request_id="r", model=MODEL)
@@ -41,21 +40,10 @@ AGAIN: dict[str, Any] = {"prompt": (5, 6, 7)}
 
 
 def record_lost_router(
-    rig: RouterRig,
-    first: NodeDescription | None,
-    second: NodeDescription,
-    request: ValidRequest = REQUEST,
-    router: str = "router-0.a",
-    takeover: int = 1,
+    rig: RouterRig, first: NodeDescription | None, second: NodeDescription, model: str = MODEL, takeover: int = 1
 ) -> None:
     """Write the record that another router left of its second attempt on these nodes."""
-    rig.journal(router).write(request, THEIRS, Placement(first, second, "because"), takeover=takeover)
-
-
-async def start_request(rig: RouterRig, **fields: object) -> tuple[Reader, AttemptKey]:
-    reader = rig.ask(request_id="r", **fields)  # type: ignore[arg-type]
-    attempt = await rig.next_attempt("p1", "d1")
-    return reader, attempt
+    rig.left_behind(replace(REQUEST, model=model), THEIRS, first, second, takeover=takeover)
 
 
 # The live run.
@@ -64,7 +52,7 @@ async def start_request(rig: RouterRig, **fields: object) -> tuple[Reader, Attem
 async def test_a_second_stream_gets_the_log_probabilities_of_the_prompt_if_it_has_no_token() -> None:
     of_prompt = [TokenLogprobs(ord(letter), -1.0, 1, ()) for letter in "ello"]
     async with router_rig(prefill(), decode()) as rig:
-        old, attempt = await start_request(rig, max_tokens=3, seed=5, prompt_logprobs=0)
+        old, attempt = await rig.start(request_id="r", max_tokens=3, seed=5, prompt_logprobs=0)
         assert not rig.store.kept, "another router's flight would not have them"
         rig.report("d1", attempt, 0, "wo")
         rig.report("p1", attempt, 0, "w", Outcome.HANDED_OFF, prompt_logprobs=of_prompt)
@@ -74,8 +62,7 @@ async def test_a_second_stream_gets_the_log_probabilities_of_the_prompt_if_it_ha
         await new.wait_for_tokens(2)
         behind = rig.resume("r", 1)
         await behind.wait_for_tokens(1)
-        rig.report("d1", attempt, 2, "r", Outcome.LENGTH)
-        await behind.finished()
+        await rig.end(behind, "d1", attempt, 2, "r")
         assert new.events[1] == PromptLogprobs(of_prompt)
         assert [type(event) for event in behind.events[:2]] == [Accepted, Chunk]
         for reader in (old, new):
@@ -84,14 +71,10 @@ async def test_a_second_stream_gets_the_log_probabilities_of_the_prompt_if_it_ha
 
 async def test_a_second_stream_takes_over_a_live_request() -> None:
     async with router_rig(prefill(), decode()) as rig:
-        old, attempt = await start_request(rig, max_tokens=4, seed=5)
-        rig.report("p1", attempt, 0, "w", Outcome.HANDED_OFF)
-        rig.report("d1", attempt, 1, "o")
-        await old.wait_for_tokens(2)
+        old, attempt = await rig.streaming("wo", request_id="r", max_tokens=4, seed=5)
         new = rig.resume("r", 1)
         await old.raises(Cancelled, "continued elsewhere")
-        rig.report("d1", attempt, 2, "rd", Outcome.LENGTH)
-        finished = await new.finished()
+        finished = await rig.end(new, "d1", attempt, 2, "rd")
         assert new.accepted == old.accepted == Accepted("r", 5, 5)
         assert (new.chunks[0].first_index, new.text) == (1, "ord")
         assert (finished.completion_tokens, finished.path.attempts) == (4, 1)
@@ -130,7 +113,7 @@ async def test_a_failed_request_fails_again_when_it_is_resumed() -> None:
 
 async def test_a_resumed_stream_has_its_own_deadline_and_ends_the_request_when_it_leaves() -> None:
     async with router_rig(prefill(), decode()) as rig:
-        old, attempt = await start_request(rig, timeout_s=1.0)
+        old, attempt = await rig.start(request_id="r", timeout_s=1.0)
         new = rig.resume("r", timeout_s=5.0)
         await old.raises(Cancelled)
         rig.timers.advance(2.0)
@@ -147,7 +130,7 @@ async def test_a_resumed_stream_has_its_own_deadline_and_ends_the_request_when_i
 
 async def test_an_invalid_resume_leaves_the_old_stream_alone() -> None:
     async with router_rig(prefill(), decode()) as rig:
-        old, attempt = await start_request(rig, max_tokens=2)
+        old, attempt = await rig.start(request_id="r", max_tokens=2)
         await rig.resume("r", timeout_s=0.0).raises(DeadlineExceeded)
         await rig.resume("r", 4).raises(InvalidRequest, "next_token_index")
         await rig.finish(old, attempt, "ab")
@@ -155,7 +138,7 @@ async def test_an_invalid_resume_leaves_the_old_stream_alone() -> None:
 
 async def test_log_probabilities_are_replayed() -> None:
     async with router_rig(prefill(), decode()) as rig:
-        old, attempt = await start_request(rig, max_tokens=3, logprobs=0)
+        old, attempt = await rig.start(request_id="r", max_tokens=3, logprobs=0)
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF, logprob=-0.1)
         rig.report("d1", attempt, 1, "b", logprob=-0.2)
         await old.wait_for_tokens(2)
@@ -174,12 +157,11 @@ async def test_an_attempt_of_a_lost_router_is_adopted_from_its_nodes() -> None:
     async with router_rig(prefill(), decode()) as rig:
         record_lost_router(rig, prefill(), decode())
         reader = rig.resume("r", 2)
-        assert await rig.next_adopt("p1") == await rig.next_adopt("d1") == THEIRS
+        assert await rig.next_adopts("p1", "d1") == THEIRS
         assert rig.in_flight() == 2
         rig.report("d1", THEIRS, 0, "abc")
         rig.report("p1", THEIRS, outcome=Outcome.UNKNOWN)
-        rig.report("d1", THEIRS, 3, "def", Outcome.LENGTH)
-        finished = await reader.finished()
+        finished = await rig.end(reader, "d1", THEIRS, 3, "def")
         assert (reader.accepted, reader.text) == (Accepted("r", 5, 3), "cdef")
         assert (reader.chunks[0].first_index, finished.completion_tokens, finished.path.attempts) == (2, 6, 2)
         assert rig.requests.counters.adopted == 1
@@ -219,7 +201,7 @@ async def test_a_text_continues_its_prompt_however_its_stream_goes_on(way: str, 
         if way in ("adopted", "computed again"):
             # What the router has forgotten it finds in the record that it has written, as another router does.
             readers.append(rig.resume("r", 0, **asked))
-            assert await rig.next_adopt("p1") == await rig.next_adopt(name) == attempt
+            assert await rig.next_adopts("p1", name) == attempt
             rig.report("p1", attempt, outcome=Outcome.UNKNOWN)
             if way == "computed again":
                 rig.report(name, attempt, outcome=Outcome.UNKNOWN)
@@ -237,8 +219,7 @@ async def test_a_prefill_node_that_forgot_the_attempt_does_not_matter_while_its_
     async with router_rig(prefill(), decode()) as rig:
         record_lost_router(rig, prefill(), decode())
         reader = rig.resume("r")
-        for name in ("p1", "d1"):
-            await rig.next_adopt(name)
+        await rig.next_adopts("p1", "d1")
         for name in (first, "d1" if first == "p1" else "p1"):
             if name == "p1":
                 rig.report("p1", THEIRS, outcome=Outcome.UNKNOWN)
@@ -247,8 +228,7 @@ async def test_a_prefill_node_that_forgot_the_attempt_does_not_matter_while_its_
                 rig.report("d1", THEIRS, 0, "abc")
                 rig.nodes["d1"].report()
             await rig.nodes[name].all_read()
-        rig.report("d1", THEIRS, 3, "def", Outcome.LENGTH)
-        assert (await reader.finished()).path.attempts == 2
+        assert (await rig.end(reader, "d1", THEIRS, 3, "def")).path.attempts == 2
 
 
 @pytest.mark.parametrize("case", ["nobody", "decode", "prefill first", "prefill last"])
@@ -256,8 +236,7 @@ async def test_an_attempt_unknown_to_its_nodes_is_generated_again_as_a_new_attem
     async with router_rig(prefill(), decode()) as rig:
         record_lost_router(rig, prefill(), decode())
         reader = rig.resume("r", 2, **AGAIN)
-        for name in ("p1", "d1"):
-            await rig.next_adopt(name)
+        await rig.next_adopts("p1", "d1")
         # A prefill node that never heard of it is as bad, while the decode node has nothing to tell.
         words: dict[str, list[tuple[str, Outcome | None]]] = {
             "nobody": [("p1", Outcome.UNKNOWN), ("d1", Outcome.UNKNOWN)],
@@ -306,7 +285,7 @@ async def test_a_request_whose_nodes_and_prompt_are_gone_must_be_sent_again(case
         record_lost_router(rig, prefill(f"p{of}"), decode(f"d{of}"))
         reader = rig.resume("r", 1)
         if case != "gone":
-            assert await rig.next_adopt("p2") == await rig.next_adopt("d2") == THEIRS
+            assert await rig.next_adopts("p2", "d2") == THEIRS
         if case == "lost later":
             rig.report("d2", THEIRS, 0, "ab")
             await reader.wait_for_tokens(1)
@@ -327,8 +306,7 @@ async def test_the_nodes_of_a_dead_router_are_asked_once_for_each_of_its_request
     async with router_rig(prefill(), decode()) as rig:
         keys = [AttemptKey(f"r{number}", 1, 7) for number in range(count)]
         for key in keys:
-            request = replace(REQUEST, request_id=key.request_id)
-            rig.journal("router-0.a").write(request, key, Placement(prefill(), decode(), "because"))
+            rig.left_behind(replace(REQUEST, request_id=key.request_id), key, prefill(), decode())
         readers = [rig.resume(key.request_id) for key in keys]
         for _ in keys:
             await rig.next_adopt("p1")
@@ -355,8 +333,7 @@ async def test_clients_of_a_dead_router_are_resumed_a_few_per_turn_of_the_loop()
     async with router_rig(decode()) as rig:
         keys = [AttemptKey(f"r{number}", 1, 7) for number in range(count)]
         for key in keys:
-            request = replace(REQUEST, request_id=key.request_id)
-            rig.journal("router-0.a").write(request, key, Placement(None, decode(), "because"))
+            rig.left_behind(replace(REQUEST, request_id=key.request_id), key, None, decode())
         readers = [rig.resume(key.request_id) for key in keys]
         steps, counters = [0], rig.requests.counters
         while counters.adopted < count:
@@ -374,8 +351,7 @@ async def test_only_the_decode_node_is_asked_for_an_attempt_on_one_node() -> Non
         record_lost_router(rig, prefill(), decode())
         reader = rig.resume("r", 5)
         assert await rig.next_adopt("d1") == THEIRS
-        rig.report("d1", THEIRS, 0, "abcdef", Outcome.LENGTH)
-        await reader.finished()
+        await rig.end(reader, "d1", THEIRS, 0, "abcdef")
         assert reader.text == "f"
 
 
@@ -383,8 +359,7 @@ async def test_an_adopted_attempt_whose_node_dies_is_retried_like_any_other() ->
     async with router_rig(prefill(), decode("d1"), decode("d2")) as rig:
         record_lost_router(rig, prefill(), decode("d1"))
         reader = rig.resume("r", 1, **AGAIN)
-        for name in ("p1", "d1"):
-            await rig.next_adopt(name)
+        await rig.next_adopts("p1", "d1")
         rig.report("p1", THEIRS, 0, "a", Outcome.HANDED_OFF)
         rig.report("d1", THEIRS, 1, "b")
         await reader.wait_for_tokens(1)
@@ -399,7 +374,7 @@ async def test_an_adopted_attempt_whose_node_dies_is_retried_like_any_other() ->
 
 async def test_an_attempt_that_moved_to_another_router_ends_its_flight_without_an_error() -> None:
     async with router_rig(prefill(), decode()) as rig:
-        reader, attempt = await start_request(rig)
+        reader, attempt = await rig.start(request_id="r")
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
         rig.report("d1", attempt, outcome=Outcome.MOVED)
         await reader.raises(ContinuedElsewhere, "continued at another router")
@@ -417,10 +392,8 @@ async def test_a_moved_attempt_can_be_adopted_again_before_its_end_was_read() ->
         rig.report("d1", attempt, outcome=Outcome.MOVED, takeover=2)
         await rig.nodes["d1"].all_read()
         back = rig.resume("r", 1, call=3)
-        for name in ("p1", "d1"):
-            assert await rig.next_adopt(name) == attempt
-        rig.report("d1", attempt, 0, "abcdef", Outcome.LENGTH)
-        await back.finished()
+        assert await rig.next_adopts("p1", "d1") == attempt
+        await rig.end(back, "d1", attempt, 0, "abcdef")
         assert back.text == "bcdef"
         with pytest.raises(ContinuedElsewhere):
             await anext(stream)
@@ -436,8 +409,7 @@ async def test_an_attempt_adopted_for_an_earlier_call_is_taken_back() -> None:
         again = await rig.nodes["d1"].inbox.get()
         assert again == Adopt(THEIRS, 3, (3,)), "it has three of the tokens already"
         rig.report("d1", THEIRS, 0, "abc")
-        rig.report("d1", THEIRS, 3, "def", Outcome.LENGTH)
-        await reader.finished()
+        await rig.end(reader, "d1", THEIRS, 3, "def")
         assert reader.text == "abcdef"
         assert rig.requests.counters.moved == 0
 
@@ -469,7 +441,7 @@ async def test_an_unknown_request_can_not_be_resumed() -> None:
     async with router_rig(prefill(), decode()) as rig:
         for request_id in ("r", "", "no id \n at all", "x" * 65):
             await rig.resume(request_id).raises(RequestNotFound)
-        record_lost_router(rig, prefill(), decode(), replace(REQUEST, model="another"))
+        record_lost_router(rig, prefill(), decode(), "another")
         await rig.resume("r").raises(RequestNotFound)
         rig.store.up = False
         record_lost_router(rig, prefill(), decode())
@@ -485,7 +457,7 @@ async def test_a_closing_router_resumes_nothing() -> None:
 
 async def test_each_attempt_and_its_end_are_recorded() -> None:
     async with router_rig(prefill(), decode("d1"), decode("d2")) as rig:
-        reader, first = await start_request(rig, seed=7)
+        reader, first = await rig.start(request_id="r", seed=7)
         noted = await rig.journal("router-2.a").find("r", CARD)
         assert noted is not None
         assert (noted.key, noted.prefill, noted.decode, noted.router) == (first, "p1.1", "d1.1", "router-1.a")
@@ -504,12 +476,11 @@ async def test_each_attempt_and_its_end_are_recorded() -> None:
 
 async def test_a_request_cancelled_by_a_broken_connection_can_be_resumed() -> None:
     async with router_rig(prefill(), decode()) as rig:
-        reader, attempt = await start_request(rig, seed=7, max_tokens=2)
+        reader, attempt = await rig.start(request_id="r", seed=7, max_tokens=2)
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
         await reader.wait_for_tokens(1)
         reader.task.cancel()
-        for name in ("p1", "d1"):
-            await rig.next_abort(name)
+        await rig.next_aborts("p1", "d1")
         back = rig.resume("r", 1, prompt="hello")
         for name in ("p1", "d1"):
             assert await rig.next_adopt(name) == attempt
@@ -523,8 +494,7 @@ async def test_two_simultaneous_resumes_share_one_flight() -> None:
     async with router_rig(prefill(), decode()) as rig:
         record_lost_router(rig, prefill(), decode())
         readers = [rig.resume("r", 1), rig.resume("r", 0)]
-        for name in ("p1", "d1"):
-            await rig.next_adopt(name)
+        await rig.next_adopts("p1", "d1")
         rig.report("d1", THEIRS, 0, "abcdef", Outcome.LENGTH)
         ends: list[object] = []
         for reader in readers:

@@ -51,12 +51,13 @@ async def test_sequences_are_streamed_side_by_side() -> None:
 
 async def test_placement_counts_sequences_instead_of_requests() -> None:
     async with router_rig(prefill(), decode()) as rig:
-        rig.ask(n=3)
+        reader = rig.ask(n=3)
         attempt = await rig.next_attempt("d1", "p1")
         loads = {candidate.node.node_id: candidate.load for candidate in rig.view.candidates()}
         assert loads == {"p1": 1, "d1": 3}
         rig.report("p1", attempt, 0, "a", Outcome.ERROR)
         assert (await rig.next_abort("d1")).attempt == attempt
+        await reader.raises(EngineFault)
 
 
 async def test_placement_counts_the_sequences_that_a_node_runs_at_once() -> None:
@@ -82,8 +83,7 @@ async def test_a_stop_string_ends_its_own_sequence() -> None:
         assert told == Abort(attempt, told.reason, 1, takeover=1)
         rig.report("d1", attempt, 6, "yz", sequence_index=1)
         rig.report("d1", attempt, 8, outcome=Outcome.ABORTED, sequence_index=1)
-        rig.report("d1", attempt, 2, "ND", Outcome.LENGTH)
-        finished = await reader.finished()
+        finished = await rig.end(reader, "d1", attempt, 2, "ND")
         assert texts(reader) == {0: "c", 1: "ab"}
         assert ends(reader) == [SequenceFinished(1, "stop", "END", 5), SequenceFinished(0, "stop", "END", 4)]
         assert finished.completion_tokens == 9
@@ -149,8 +149,7 @@ async def test_all_sequences_continue_after_their_node_is_lost() -> None:
         again = await rig.next_submit("d2")
         assert again.spec.sampling_params == submit.spec.sampling_params
         rig.report("d2", again.attempt, 0, "xyz", Outcome.LENGTH, sequence_index=1)
-        rig.report("d2", again.attempt, 0, "abc", Outcome.LENGTH)
-        await reader.finished()
+        await rig.end(reader, "d2", again.attempt, 0, "abc")
         assert texts(reader) == {0: "abc", 1: "xyz"}
         assert len(ends(reader)) == 2
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,6 @@ from baton.messages.sampling import SamplingParams
 from router.admission.request import ValidRequest
 from router.http.errors import kind_of
 from router.limits import DispatchLimits
-from router.placement.placement import Placement
 from tests.support.router_parts import MODEL, decode
 from tests.support.router_rig import RouterRig, router_rig
 
@@ -24,22 +22,10 @@ LIMITS = DispatchLimits(recovery_wait_s=5.0)
 THEIRS = AttemptKey("r", 2, 77)
 
 
-async def until_waiting(rig: RouterRig) -> None:
-    for _ in range(1000):
-        if rig.requests.num_waiting == 1:
-            return
-        await asyncio.sleep(0)
-    raise AssertionError("no request waits")
-
-
 async def come(rig: RouterRig, *nodes: NodeDescription) -> None:
     """Let exactly these nodes be registered, and those of them that live be attached."""
     rig.register(*nodes)
     await rig.wait_until_attached(sum(rig.nodes[node.node_id].is_up for node in nodes))
-
-
-def kill(rig: RouterRig, name: str) -> None:
-    rig.nodes[name].die()
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -50,11 +36,11 @@ async def test_a_begun_stream_waits_for_a_node_of_its_version_and_goes_on_there(
         await reader.wait_for_tokens(2)
         # The version with most nodes is another one by now, and those of the stream's get no new requests.
         await come(rig, *OLD, *NEW)
-        kill(rig, "d1")
+        rig.nodes["d1"].die()
         again = await rig.next_submit("d2")
         assert list(again.output_token_ids) == ([97, 98] if n == 1 else [])
-        kill(rig, "d2")
-        await until_waiting(rig)
+        rig.nodes["d2"].die()
+        await rig.wait_until(lambda: rig.requests.num_waiting == 1)
         assert all(rig.nodes[node.node_id].inbox.empty() for node in NEW)
         await come(rig, *NEW, returned := decode("d6"))
         rig.timers.advance(1.0)
@@ -71,9 +57,9 @@ async def test_a_begun_stream_whose_version_does_not_come_back_ends_and_says_why
         reader = rig.ask("hello", max_tokens=4)
         rig.report("d1", await rig.next_attempt("d1"), 0, "ab")
         await reader.wait_for_tokens(2)
-        kill(rig, "d1")
+        rig.nodes["d1"].die()
         await come(rig, *NEW)
-        await until_waiting(rig)
+        await rig.wait_until(lambda: rig.requests.num_waiting == 1)
         # The waiting stream holds up no other request.
         other = rig.ask("hello", max_tokens=1)
         await rig.serve("d3", text="x")
@@ -93,7 +79,7 @@ async def test_a_stream_without_tokens_begins_anew_at_another_version() -> None:
         rig.report("d1", await rig.next_attempt("d1"))
         await rig.nodes["d1"].all_read()
         await come(rig, OLD[0], NEW[0])
-        kill(rig, "d1")
+        rig.nodes["d1"].die()
         await rig.serve("d3", text="xy")
         assert (await reader.finished()).path.attempts == 2
 
@@ -102,7 +88,7 @@ def record_lost_router(rig: RouterRig, node: NodeDescription) -> None:
     """Write what a lost router wrote about its request, which it sent to this node."""
     params = SamplingParams(seed=5, max_tokens=6)
     theirs = ValidRequest((5, 6, 7), params, request_id="r", model=MODEL, stop=(), num_returned=1)
-    rig.journal("router-0.a").write(theirs, THEIRS, Placement(None, node, "because"))
+    rig.left_behind(theirs, THEIRS, None, node)
 
 
 @pytest.mark.parametrize("position", [0, 1])
@@ -111,12 +97,11 @@ async def test_another_router_continues_a_stream_at_its_version_if_its_client_ha
         record_lost_router(rig, OLD[0])
         reader = rig.resume("r", position, prompt=[5, 6, 7], max_tokens=6, seed=5)
         if position:
-            await until_waiting(rig)
+            await rig.wait_until(lambda: rig.requests.num_waiting == 1)
             await come(rig, NEW[0], OLD[1])
         name = "d2" if position else "d3"
         submit = await rig.next_submit(name)
-        rig.report(name, submit.attempt, 0, "abcdef", Outcome.LENGTH)
-        await reader.finished()
+        await rig.end(reader, name, submit.attempt, 0, "abcdef")
         assert reader.text == "abcdef"[position:]
 
 
@@ -126,7 +111,7 @@ async def test_a_client_that_has_to_send_its_prompt_again_gets_the_same_version(
         reader = rig.resume("r", 1, call=2)
         assert await rig.next_adopt("d1") == THEIRS
         await come(rig, *OLD, *NEW)
-        kill(rig, "d1")
+        rig.nodes["d1"].die()
         await reader.raises(RequestNotFound, "ask for it again")
         repeated = rig.ask([5, 6, 7], request_id="r", max_tokens=6, seed=5, call=3)
         await rig.serve("d2", text="abcdef")

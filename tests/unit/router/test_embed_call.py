@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 from dataclasses import replace
 
 import pytest
@@ -26,14 +25,10 @@ from router.front import embed
 from router.pooling import part_ids
 from tests.doubles.fake_handler import FakeHandler
 from tests.doubles.fake_tokenizer import FakeTokenizer
-from tests.support.http_rig import CARD, finished
+from tests.support.http_rig import CARD, vector
 
 LABELS = replace(CARD, pooling=ModelPooling(labels=("spam", "ham")))
 PLAIN = EmbedRequest([EmbedInput("ab"), EmbedInput([7])], request_id="mine")
-
-
-def vector(*numbers: float) -> Finished:
-    return replace(finished("stop", 0), embedding=struct.pack(f"<{len(numbers)}f", *numbers))
 
 
 async def answered(request: EmbedRequest, card: ModelCard, *vectors: Finished) -> tuple[EmbedResponse, FakeHandler]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -62,6 +63,18 @@ def node(name: str) -> NodeDescription:
 
 def placed(first: str, second: str) -> Placed:
     return Placed(Placement(None if first == "-" else node(first), node(second), "because"))
+
+
+def begun(first: str, second: str, **fields: Any) -> Flight:
+    """A flight whose first attempt is on these nodes; `fields`: of its request."""
+    flight = Flight(request(**fields))
+    flight.start()
+    flight.handle(placed(first, second))
+    return flight
+
+
+def reported(node_id: str, attempt: int = 1, at: int = 0, tokens: Sequence[int] = (), **fields: Any) -> Delta:
+    return Delta(f"{node_id}.1", RequestDelta(key(attempt), at, tokens, **fields))
 
 
 def parse_delta(words: Sequence[str]) -> Delta:
@@ -222,12 +235,10 @@ def test_an_answer_has_the_prompts_timings_in_whatever_order_its_nodes_report(
 ) -> None:
     of_prefill, *of_decode = reports(attempts, num_sequences)
     for place in range(len(of_decode) + 1):
-        flight = Flight(request(max_tokens=2, n=num_sequences))
-        flight.start()
-        flight.handle(placed("p1", "d1"))
+        flight = begun("p1", "d1", max_tokens=2, n=num_sequences)
         if attempts == 2:
             # Of the attempt that fails nothing is left.
-            flight.handle(Delta("d1.1", RequestDelta(key(), timings=OF_DECODE, prompt_timings=StageTimings(7.0))))
+            flight.handle(reported("d1", timings=OF_DECODE, prompt_timings=StageTimings(7.0)))
             flight.handle(NodeGone("d1.1", "died"))
             flight.handle(placed("p2", "d2"))
             assert flight.attempt_timings().prompt is None
@@ -247,13 +258,11 @@ def test_an_answer_has_the_prompts_timings_in_whatever_order_its_nodes_report(
 
 
 def test_a_decode_node_that_computed_the_prompt_itself_says_what_it_had_cached() -> None:
-    flight = Flight(request(max_tokens=1))
-    flight.start()
-    flight.handle(placed("p1", "d1"))
+    flight = begun("p1", "d1", max_tokens=1)
     flight.handle(NodeGone("p1.1", "died"))
     flight.handle(placed("p1", "d1"))
     own = StageTimings(queue_ms=1.0, prefill_ms=30.0, cached_tokens=2)
-    (*_, finish) = flight.handle(Delta("d1.1", RequestDelta(key(2), 0, (10,), outcome=Outcome.LENGTH, timings=own)))
+    (*_, finish) = flight.handle(reported("d1", 2, 0, (10,), outcome=Outcome.LENGTH, timings=own))
     assert isinstance(finish, Finish)
     assert (finish.timings.prefill_ms, finish.timings.cached_tokens) == (30.0, 2)
 
@@ -262,10 +271,8 @@ def test_a_decode_node_that_computed_the_prompt_itself_says_what_it_had_cached()
     "end", [NodeGone("d1.1", "died"), StopStringFound("END"), Cancel("gone")], ids=lambda e: type(e).__name__
 )
 def test_next_tokens_are_taken_directly_until_another_event(end: FlightEvent) -> None:
-    flight, first = Flight(request()), key()
-    flight.start()
-    flight.handle(placed("p1", "d1"))
-    flight.handle(Delta("d1.1", RequestDelta(first, 0, (10,))))
+    flight, first = begun("p1", "d1"), key()
+    flight.handle(reported("d1", 1, 0, (10,)))
     assert flight.take_if_next("d1.1", RequestDelta(first, 1, (11,)))
     assert flight.take_if_next("d1.1", RequestDelta(first, 2, (12,)))
     assert not flight.take_if_next("d1.1", RequestDelta(first, 4, (14,))), "a gap"
@@ -276,7 +283,7 @@ def test_next_tokens_are_taken_directly_until_another_event(end: FlightEvent) ->
     if not flight.is_over:
         flight.handle(placed("p2", "d2"))
         assert not flight.take_if_next("d1.1", late)
-        flight.handle(Delta("p2.1", RequestDelta(key(2), 0, (10,))))
+        flight.handle(reported("p2", 2, 0, (10,)))
         assert flight.take_if_next("d2.1", RequestDelta(key(2), 3, (13,)))
         assert not flight.take_if_next("d1.1", RequestDelta(first, 4, (14,)))
 
@@ -301,16 +308,16 @@ def test_the_node_that_computes_the_prompt_hears_who_has_rows_of_its_images() ->
 
 EVENTS: dict[str, FlightEvent] = {
     "placed": placed("p2", "d2"),
-    "tokens": Delta("p1.1", RequestDelta(key(), 0, (10,))),
-    "stop": Delta("d1.1", RequestDelta(key(), 0, (10, 11), outcome=Outcome.STOP)),
-    "handed_off": Delta("p1.1", RequestDelta(key(), outcome=Outcome.HANDED_OFF)),
-    "kv_lost": Delta("d1.1", RequestDelta(key(), outcome=Outcome.KV_LOST)),
-    "refused": Delta("d1.1", RequestDelta(key(), outcome=Outcome.REFUSED)),
-    "error": Delta("d1.1", RequestDelta(key(), outcome=Outcome.ERROR)),
-    "ignored": Delta("d1.1", RequestDelta(key(), outcome=Outcome.IGNORED)),
-    "aborted": Delta("d1.1", RequestDelta(key(), outcome=Outcome.ABORTED)),
-    "other_attempt": Delta("d1.1", RequestDelta(key(7), 0, (99,), outcome=Outcome.STOP)),
-    "other_node": Delta("d9.1", RequestDelta(key(), 0, (99,), outcome=Outcome.STOP)),
+    "tokens": reported("p1", tokens=(10,)),
+    "stop": reported("d1", tokens=(10, 11), outcome=Outcome.STOP),
+    "handed_off": reported("p1", outcome=Outcome.HANDED_OFF),
+    "kv_lost": reported("d1", outcome=Outcome.KV_LOST),
+    "refused": reported("d1", outcome=Outcome.REFUSED),
+    "error": reported("d1", outcome=Outcome.ERROR),
+    "ignored": reported("d1", outcome=Outcome.IGNORED),
+    "aborted": reported("d1", outcome=Outcome.ABORTED),
+    "other_attempt": reported("d1", 7, tokens=(99,), outcome=Outcome.STOP),
+    "other_node": reported("d9", tokens=(99,), outcome=Outcome.STOP),
     "prefill_gone": NodeGone("p1.1", "died"),
     "decode_gone": NodeGone("d1.1", "died"),
     "stranger_gone": NodeGone("d9.1", "died"),
@@ -346,6 +353,9 @@ ILLEGAL = {
     ("stop_string", F.PLACING),
     ("stop_string", F.PREFILLING),
 }
+
+
+WANTS_PROMPT = replace(request(), sampling_params=replace(request().sampling_params, prompt_logprobs=0))
 
 
 def flight_in(state: FlightState) -> Flight:
@@ -403,37 +413,35 @@ def test_a_decode_leg_that_has_its_prompt_continues_without_its_prefill_node(
     decodes = replace(decode("d1"), on_transfer_failure=policy)
     flight.handle(Placed(Placement(prefill("p1"), decodes, "because")))
     if is_taken:
-        flight.handle(Delta("p1.1", RequestDelta(key())))
+        flight.handle(reported("p1"))
     effects = flight.handle(NodeGone("p1.1", "died"))
     assert (flight.state is F.PREFILLING) is goes_on
     assert isinstance(effects[-1], LegEnded if goes_on else Place)
     if goes_on:
-        tokens = flight.handle(Delta("d1.1", RequestDelta(key(), 0, (5, 6))))
+        tokens = flight.handle(reported("d1", tokens=(5, 6)))
         assert [(e.first_index, e.token_ids) for e in tokens if isinstance(e, EmitTokens)] == [(0, (5, 6))]
 
 
 def test_a_prefill_node_is_needed_for_the_log_probabilities_of_the_prompt_whatever_the_decode_node_has() -> None:
-    asked = request()
-    flight = Flight(replace(asked, sampling_params=replace(asked.sampling_params, prompt_logprobs=0)))
+    flight = Flight(WANTS_PROMPT)
     flight.start()
     flight.handle(Placed(Placement(prefill("p1"), replace(decode("d1"), on_transfer_failure="recompute"), "because")))
-    flight.handle(Delta("p1.1", RequestDelta(key())))
-    flight.handle(Delta("d1.1", RequestDelta(key(), 0, (10, 11))))
+    flight.handle(reported("p1"))
+    flight.handle(reported("d1", tokens=(10, 11)))
     assert isinstance(flight.handle(NodeGone("p1.1", "died"))[-1], Place)
 
 
 def test_a_stream_is_continued_by_its_version_once_its_client_has_anything_of_it() -> None:
-    asked = request(max_tokens=8)
-    wants_prompt = replace(asked, sampling_params=replace(asked.sampling_params, prompt_logprobs=0))
     of_prompt = [TokenLogprobs(token, -1.0, 1, ()) for token in (6, 7)]
-    for flight, delta, has_begun in (
-        (Flight(asked), RequestDelta(key()), False),
-        (Flight(asked), RequestDelta(key(), 0, (10,)), True),
-        (Flight(wants_prompt), RequestDelta(key(), prompt_logprobs=of_prompt), True),
+    for asked, told, has_begun in (
+        (request(), reported("d1"), False),
+        (request(), reported("d1", tokens=(10,)), True),
+        (WANTS_PROMPT, reported("d1", prompt_logprobs=of_prompt), True),
     ):
+        flight = Flight(asked)
         flight.start()
-        flight.handle(Placed(Placement(None, decode("d1"), "because")))
-        flight.handle(Delta("d1.1", delta))
+        flight.handle(placed("-", "d1"))
+        flight.handle(told)
         place = flight.handle(NodeGone("d1.1", "died"))[-1]
         assert isinstance(place, Place)
         assert place.origin == (Origin.of(decode("d1")) if has_begun else None)
@@ -447,7 +455,7 @@ def lost_until_it_ends(tokens_between: int, *, unrelated: int = 0, taken: bool =
     for number in range(1000):
         if flight.is_over:
             return flight, number
-        flight.handle(Placed(Placement(None, decode(f"d{number}"), "because")))
+        flight.handle(placed("-", f"d{number}"))
         if taken:
             flight.handle(Delta(f"d{number}.1", RequestDelta(flight.key)))
         if tokens_between:
@@ -476,14 +484,13 @@ def test_a_loss_together_with_unrelated_nodes_is_not_charged_but_bounded(taken: 
 
 def test_losses_of_its_own_nodes_are_always_charged() -> None:
     flight = Flight(request())
-    effects = flight.start()
+    flight.start()
     lost: set[str] = set()
     for number in range(3):
-        flight.handle(Placed(Placement(None, decode(f"d{number}"), "because")))
-        flight.handle(Delta(f"d{number}.1", RequestDelta(flight.key)))
+        flight.handle(placed("-", f"d{number}"))
+        flight.handle(reported(f"d{number}", number + 1))
         lost.add(f"d{number}.1")
-        effects = flight.handle(NodeGone(f"d{number}.1", "died", frozenset(lost)))
-    end = effects[-1]
+        *_, end = flight.handle(NodeGone(f"d{number}.1", "died", frozenset(lost)))
     assert isinstance(end, Fail)
     assert isinstance(end.error, AttemptsExhausted)
 
@@ -556,36 +563,32 @@ def test_counts_of_drafts_are_those_of_all_attempts_that_made_the_output(quick: 
     flight.start()
     feed(flight, placed("-", "d1"), quick=quick)
 
-    def brings(node: str, attempt: int, at: int, tokens: Sequence[int], counts: DraftCounts | None = None) -> None:
-        feed(flight, Delta(node, RequestDelta(key(attempt), at, tokens, draft_counts=counts)), quick=quick)
-
-    brings("d1.1", 1, 0, [10])
-    brings("d1.1", 1, 1, [11, 12, 13], DraftCounts(4, 2))
-    brings("d1.1", 1, 4, [14])
-    brings("d1.1", 1, 5, [15], DraftCounts(6, 2))
-    feed(flight, LinkBack("d1.1"), quick=quick)
-    brings("d1.1", 1, 6, [16], DraftCounts(6, 2))
-    assert flight.draft_counts == DraftCounts(6, 2)
-    feed(flight, NodeGone("d1.1", "died"), quick=quick)
-    feed(flight, placed("-", "d2"), quick=quick)
-    brings("d2.1", 2, 7, [17, 18], DraftCounts(1, 1))
-    assert flight.draft_counts == DraftCounts(7, 3)
-    brings("d1.1", 1, 7, [17, 18], DraftCounts(9, 4))
-    assert flight.draft_counts == DraftCounts(7, 3)
+    steps: list[tuple[FlightEvent, DraftCounts]] = [
+        (reported("d1", 1, 0, [10]), NO_DRAFTS),
+        (reported("d1", 1, 1, [11, 12, 13], draft_counts=DraftCounts(4, 2)), DraftCounts(4, 2)),
+        (reported("d1", 1, 4, [14]), DraftCounts(4, 2)),
+        (reported("d1", 1, 5, [15], draft_counts=DraftCounts(6, 2)), DraftCounts(6, 2)),
+        (LinkBack("d1.1"), DraftCounts(6, 2)),
+        (reported("d1", 1, 6, [16], draft_counts=DraftCounts(6, 2)), DraftCounts(6, 2)),
+        (NodeGone("d1.1", "died"), DraftCounts(6, 2)),
+        (placed("-", "d2"), DraftCounts(6, 2)),
+        (reported("d2", 2, 7, [17, 18], draft_counts=DraftCounts(1, 1)), DraftCounts(7, 3)),
+        (reported("d1", 1, 7, [17, 18], draft_counts=DraftCounts(9, 4)), DraftCounts(7, 3)),
+    ]
+    for event, counts in steps:
+        feed(flight, event, quick=quick)
+        assert flight.draft_counts == counts
 
 
 def test_counts_of_drafts_begin_anew_where_the_whole_output_is_computed_again() -> None:
-    flight = Flight(request(n=2))
-    flight.start()
-    flight.handle(placed("-", "d1"))
+    flight = begun("-", "d1", n=2)
     for index in range(2):
-        delta = RequestDelta(key(1), 0, [10, 11], sequence_index=index, draft_counts=DraftCounts(3, 1))
-        flight.handle(Delta("d1.1", delta))
+        flight.handle(reported("d1", 1, 0, [10, 11], sequence_index=index, draft_counts=DraftCounts(3, 1)))
     assert flight.draft_counts == DraftCounts(6, 2)
     flight.handle(NodeGone("d1.1", "died"))
     flight.handle(placed("-", "d2"))
     assert flight.draft_counts == NO_DRAFTS
-    flight.handle(Delta("d2.1", RequestDelta(key(2), 0, [10, 11], sequence_index=1, draft_counts=DraftCounts(2, 1))))
+    flight.handle(reported("d2", 2, 0, [10, 11], sequence_index=1, draft_counts=DraftCounts(2, 1)))
     assert flight.draft_counts == DraftCounts(2, 1)
 
 
@@ -607,8 +610,7 @@ def script(submit: Submit, truth: list[int], rng: Random) -> list[RequestDelta]:
         deltas.append(RequestDelta(key(attempt), at, tuple(truth[at : at + size])))
         at += size
     end = Outcome.HANDED_OFF if leg == "prefill" and len(truth) > given + 1 else Outcome.LENGTH
-    if rng.random() < 0.2:
-        return [*deltas[: rng.randint(0, len(deltas))], RequestDelta(key(attempt), outcome=Outcome.REFUSED)]
-    if rng.random() < 0.1:
-        return [*deltas[: rng.randint(0, len(deltas))], RequestDelta(key(attempt), outcome=Outcome.KV_LOST)]
+    for share, failure in ((0.2, Outcome.REFUSED), (0.1, Outcome.KV_LOST)):
+        if rng.random() < share:
+            return [*deltas[: rng.randint(0, len(deltas))], RequestDelta(key(attempt), outcome=failure)]
     return [*deltas, RequestDelta(key(attempt), last, outcome=end)]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import struct
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,19 +19,17 @@ from openai.types.audio import TranscriptionVerbose
 
 from baton.errors import EngineFault, VersionGone
 from baton.messages.capabilities import Capability
-from baton.messages.generation import Chunk, Finished
+from baton.messages.generation import Chunk
+from baton.messages.pooling import Pooling, PoolingRequest
 from baton.messages.sampling import TokenLogprobs
 from baton.model_formats.audio import AudioLimits, UnusableAudio, decode_audio, pcm_of, windows
 from baton.model_formats.limits import AUDIO_RATE
-from baton.security.http_access import PageAuthenticator
-from baton.security.keys import KeyRing, new_key, write_keys
-from baton.security.matrix import CallerRole
 from router.http.audio.endpoint import AudioBodies, SpeechRules
 from router.http.audio.formats import Segment, Transcript, written
 from router.http.json_body import MAX_BODY_BYTES, MAX_LARGE_BODIES
-from tests.doubles.fake_handler import FakeCall, FakeHandler
+from tests.doubles.fake_handler import FakeHandler
 from tests.support.audio_files import encoded, tone
-from tests.support.http_rig import CARD, HttpRig, chunk, finished
+from tests.support.http_rig import CARD, HttpRig, authenticator, chunk, finished, vector
 from tests.support.speech_rig import (
     ABLE,
     BOUNDARY,
@@ -50,10 +47,7 @@ TRANSLATE = "/v1/audio/translations"
 SPEECH = encoded(tone(1))
 LONG = encoded(tone(80, 8_000), 8_000)
 """Three parts."""
-
-
-def requests_of(calls: Sequence[FakeCall]) -> list[Any]:
-    return [call.request for call in calls]
+WORDS: dict[str, Any] = {"language": "en", "response_format": "verbose_json", "timestamp_granularities__": "word"}
 
 
 async def test_a_short_recording_is_one_request() -> None:
@@ -65,7 +59,7 @@ async def test_a_short_recording_is_one_request() -> None:
     assert exchange.headers["x-request-id"] == "r"
     assert exchange.headers["baton-decode-node"] == "d1"
     samples = decode_audio(SPEECH, LIMITS)
-    (request,) = requests_of([call])
+    request = call.request
     assert request.audio == pcm_of(samples, (0, AUDIO_RATE))
     assert request.prompt == (250, 255, 252, 251)
     assert (request.temperature, request.max_tokens) == (0.0, 44)
@@ -98,16 +92,16 @@ async def test_the_language_is_found_out_by_the_first_part() -> None:
     rig = SpeechRig()
     exchange = rig.send(LONG, response_format="verbose_json")
     call = await rig.next_call()
-    (asked,) = requests_of([call])
+    asked = call.request
     assert (asked.prompt, asked.max_tokens, asked.temperature) == ((250,), 1, 0.0)
     assert asked.allowed_token_ids == (255, 256)
     call.tell(Chunk(0, (256,), ""), finished())
     calls = await rig.transcribed(exchange, " a", " b", " c")
     samples = decode_audio(LONG, LIMITS)
-    assert [request.audio for request in requests_of(calls)] == [pcm_of(samples, one) for one in windows(samples)]
-    assert asked.audio == requests_of(calls)[0].audio
-    assert {request.prompt for request in requests_of(calls)} == {(250, 256, 252, 251)}
-    assert len({asked.request_id, *(request.request_id for request in requests_of(calls))}) == 4
+    assert [call.request.audio for call in calls] == [pcm_of(samples, one) for one in windows(samples)]
+    assert asked.audio == calls[0].request.audio
+    assert {call.request.prompt for call in calls} == {(250, 256, 252, 251)}
+    assert len({asked.request_id, *(call.request.request_id for call in calls)}) == 4
     found = exchange.json
     assert (found["task"], found["language"], found["text"]) == ("transcribe", "de", "a b c")
     assert found["duration"] == pytest.approx(80, abs=0.01)
@@ -130,7 +124,7 @@ async def test_silent_parts_have_no_text_and_make_no_request() -> None:
     (call,) = await rig.transcribed(exchange, " Hello.")
     samples = decode_audio(PAUSED, LIMITS)
     first, *others = windows(samples)
-    assert requests_of([call])[0].audio == pcm_of(samples, first)
+    assert call.request.audio == pcm_of(samples, first)
     found = [(one["text"], one["tokens"], one["no_speech_prob"]) for one in exchange.json["segments"]]
     assert found == [(" Hello.", [*b" Hello."], 0.0), *[("", [], 1.0) for _ in others]]
     assert exchange.json["duration"] == 78.5
@@ -157,7 +151,7 @@ async def test_segments_have_what_openais_have() -> None:
     rig = SpeechRig()
     exchange = rig.send(SPEECH, language="en", response_format="verbose_json")
     call = await rig.next_call()
-    assert requests_of([call])[0].logprobs == 0
+    assert call.request.logprobs == 0
     text = " la" * 20
     logprobs = [TokenLogprobs(token, logprob, 1, ()) for token, logprob in ((5, -0.5), (6, -1.0))]
     call.tell(Chunk(0, (5, 6), text, logprobs), finished())
@@ -185,8 +179,8 @@ async def test_parts_are_as_long_as_the_model_hears() -> None:
     rig = SpeechRig(replace(PROMPTS, most_samples=AUDIO_RATE))
     exchange = rig.send(encoded(tone(2.5)), language="en")
     calls = await rig.transcribed(exchange, " a", " b", " c")
-    assert sum(len(request.audio) for request in requests_of(calls)) == 5 * AUDIO_RATE
-    assert max(len(request.audio) for request in requests_of(calls)) <= 2 * AUDIO_RATE
+    assert sum(len(call.request.audio) for call in calls) == 5 * AUDIO_RATE
+    assert max(len(call.request.audio) for call in calls) <= 2 * AUDIO_RATE
 
 
 async def test_a_model_that_names_no_language_is_an_error_of_its_own() -> None:
@@ -202,7 +196,7 @@ async def test_a_translation_has_its_own_task() -> None:
     rig = SpeechRig()
     exchange = rig.send(SPEECH, TRANSLATE, language="de", response_format="verbose_json")
     (call,) = await rig.transcribed(exchange, " Hello.")
-    assert requests_of([call])[0].prompt == (250, 256, 253, 251)
+    assert call.request.prompt == (250, 256, 253, 251)
     assert exchange.json["task"] == "translate"
 
 
@@ -210,18 +204,16 @@ async def test_models_for_english_alone_have_shorter_prompts() -> None:
     rig = SpeechRig(ENGLISH)
     exchange = rig.send(SPEECH)
     (call,) = await rig.transcribed(exchange, " Hello.")
-    assert requests_of([call])[0].prompt == (250, 251)
-    refused = await rig.send(SPEECH, TRANSLATE).end()
-    assert (refused.status, refused.error["param"]) == (400, "model")
-    refused = await rig.send(SPEECH, language="de").end()
-    assert (refused.status, refused.error["param"]) == (400, "language")
+    assert call.request.prompt == (250, 251)
+    await rig.refuses(rig.send(SPEECH, TRANSLATE), "model")
+    await rig.refuses(rig.send(SPEECH, language="de"), "language")
 
 
 async def test_text_before_comes_before_the_prompt() -> None:
     rig = SpeechRig()
     exchange = rig.send(SPEECH, language="en", prompt="ab ", temperature="0.5")
     (call,) = await rig.transcribed(exchange, "")
-    (request,) = requests_of([call])
+    request = call.request
     assert request.prompt == (254, ord(" "), ord("a"), ord("b"), 250, 255, 252, 251)
     assert (request.temperature, request.max_tokens) == (0.5, 40)
 
@@ -270,14 +262,9 @@ async def test_four_parts_are_written_down_at_once_and_their_text_is_in_order() 
     assert exchange.json["text"].startswith("0 1 2 3 4 5")
 
 
-def rows(*found: float) -> Finished:
-    """The end of a request for the times of tokens."""
-    return replace(finished(), embedding=struct.pack(f"<{len(found)}f", *found))
-
-
 async def test_words_have_times_by_a_second_request_for_each_part() -> None:
     rig = SpeechRig()
-    exchange = rig.send(LONG, language="en", response_format="verbose_json", timestamp_granularities__="word")
+    exchange = rig.send(LONG, **WORDS)
     calls = await rig.next_calls(3)
     calls[1].tell(finished())
     # The end of a text is no word.
@@ -285,8 +272,8 @@ async def test_words_have_times_by_a_second_request_for_each_part() -> None:
     of_last = await rig.next_call()
     calls[0].tell(chunk(0, " A b"), finished())
     of_first = await rig.next_call()
-    of_last.tell(rows(0, 10, 25))
-    of_first.tell(rows(0, 50, 60, 80, 100))
+    of_last.tell(vector(0, 10, 25))
+    of_first.tell(vector(0, 50, 60, 80, 100))
     await exchange.end()
     begins = [begin / AUDIO_RATE for begin, _ in windows(decode_audio(LONG, LIMITS))]
     assert exchange.json["words"] == [
@@ -296,10 +283,11 @@ async def test_words_have_times_by_a_second_request_for_each_part() -> None:
     ]
     assert "segments" not in exchange.json
     TranscriptionVerbose.model_validate(exchange.json)
-    (written, asked) = requests_of([calls[0], of_first])
-    assert (asked.audio, asked.prompt) == (written.audio, (*written.prompt, *b" A b"))
-    assert (asked.pooling.second_start, asked.pooling.num_rows) == (4, len(written.audio) // 2 // 320)
-    names = [request.request_id for request in requests_of([*calls, of_first, of_last])]
+    first, asked = calls[0].request, of_first.request
+    assert first.prompt is not None
+    assert (asked.audio, asked.prompt) == (first.audio, (*first.prompt, *b" A b"))
+    assert asked.pooling == PoolingRequest(Pooling.ALIGN, second_start=4, num_rows=len(first.audio) // 2 // 320)
+    names = [call.request.request_id for call in [*calls, of_first, of_last]]
     assert len(set(names)) == 5
 
 
@@ -310,16 +298,16 @@ async def test_words_and_segments_come_together_if_both_are_asked_for() -> None:
     body = b"".join(part(*one) for one in fields) + form(SPEECH)
     exchange = rig.request("POST", TRANSCRIBE, body, FORM_TYPE)
     (await rig.next_call()).tell(chunk(0, "abc"), finished())
-    (await rig.next_call()).tell(rows(1, 2, 3, 4))
+    (await rig.next_call()).tell(vector(1, 2, 3, 4))
     await exchange.end()
     assert [word["word"] for word in exchange.json["words"]] == ["a", "b", "c"]
     assert [segment["text"] for segment in exchange.json["segments"]] == ["abc"]
 
 
 async def test_times_that_a_node_does_not_give_end_the_call() -> None:
-    for end, reason in ((rows(0, 1), "ended without them"), (EngineFault("a node is broken"), "a node is broken")):
+    for end, reason in ((vector(0, 1), "ended without them"), (EngineFault("a node is broken"), "a node is broken")):
         rig = SpeechRig()
-        exchange = rig.send(SPEECH, language="en", response_format="verbose_json", timestamp_granularities__="word")
+        exchange = rig.send(SPEECH, **WORDS)
         (await rig.next_call()).tell(chunk(0, " A b"), finished())
         (await rig.next_call()).tell(end)
         await exchange.end()
@@ -329,12 +317,11 @@ async def test_times_that_a_node_does_not_give_end_the_call() -> None:
 
 async def test_a_request_for_times_begins_anew_and_ends_with_its_client() -> None:
     rig = SpeechRig()
-    exchange = rig.send(SPEECH, language="en", response_format="verbose_json", timestamp_granularities__="word")
+    exchange = rig.send(SPEECH, **WORDS)
     (await rig.next_call()).tell(chunk(0, " A b"), finished())
     (gone := await rig.next_call()).tell(VersionGone("its version is gone"))
     again = await rig.next_call()
-    asked, asked_again = requests_of([gone, again])
-    assert (asked_again.prompt, asked_again.pooling) == (asked.prompt, asked.pooling)
+    assert (again.request.prompt, again.request.pooling) == (gone.request.prompt, gone.request.pooling)
     exchange.disconnect()
     await exchange.task
     assert again.is_closed.is_set()
@@ -342,18 +329,13 @@ async def test_a_request_for_times_begins_anew_and_ends_with_its_client() -> Non
 
 
 async def test_words_are_refused_where_nothing_aligns_them() -> None:
-    words: Any = {"response_format": "verbose_json", "timestamp_granularities__": "word"}
     field = "timestamp_granularities[]"
-    without = await SpeechRig(prompts=replace(PROMPTS, aligns=False)).send(SPEECH, **words).end()
-    assert (without.status, without.error["param"]) == (400, field)
-    assert "alignment_heads" in without.error["message"]
-    translated = await SpeechRig().send(SPEECH, TRANSLATE, **words).end()
-    assert (translated.status, translated.error["param"]) == (400, field)
+    without = SpeechRig(prompts=replace(PROMPTS, aligns=False))
+    await without.refuses(without.send(SPEECH, **WORDS), field, "alignment_heads")
     rig = SpeechRig()
+    await rig.refuses(rig.send(SPEECH, TRANSLATE, **WORDS), field)
     rig.card = replace(ABLE, capabilities=ABLE.capabilities - {Capability.ALIGN})
-    earlier = await rig.send(SPEECH, **words).end()
-    assert earlier.status == 400
-    assert "can't do align" in earlier.error["message"]
+    await rig.refuses(rig.send(SPEECH, **WORDS), "model", "can't do align")
 
 
 async def test_one_part_that_fails_ends_all() -> None:
@@ -430,8 +412,8 @@ async def test_an_error_in_a_stream_is_its_last_event(error: Exception) -> None:
     ],
 )
 async def test_wrong_fields_are_refused_by_name(field: str, fields: Mapping[str, Any]) -> None:
-    refused = await SpeechRig().send(SPEECH, **fields).end()
-    assert (refused.status, refused.error["param"]) == (400, field)
+    rig = SpeechRig()
+    await rig.refuses(rig.send(SPEECH, **fields), field)
 
 
 async def test_a_file_is_required_and_must_be_audio_of_the_permitted_length() -> None:
@@ -444,9 +426,7 @@ async def test_a_file_is_required_and_must_be_audio_of_the_permitted_length() ->
         (encoded(tone(11, 8_000), 8_000), "11.0 s long; at most 10 s"),
         (bytes((1 << 20) + 1), "has 1048577 bytes"),
     ):
-        refused = await rig.send(file).end()
-        assert (refused.status, refused.error["param"]) == (400, "file")
-        assert reason in refused.error["message"]
+        await rig.refuses(rig.send(file), "file", reason)
 
 
 async def test_other_models_refuse_audio_before_the_body_is_read() -> None:
@@ -455,14 +435,14 @@ async def test_other_models_refuse_audio_before_the_body_is_read() -> None:
     wrong_model = SpeechRig()
     wrong_model.card = CARD
     for rig in (unable, without, wrong_model):
-        refused = await rig.request("POST", TRANSCRIBE, b"", FORM_TYPE, is_whole=False).end()
-        assert (refused.status, refused.error["param"]) == (400, "model")
-        assert "can't do transcribe" in refused.error["message"]
+        await rig.refuses(
+            rig.request("POST", TRANSCRIBE, b"", FORM_TYPE, is_whole=False), "model", "can't do transcribe"
+        )
 
 
 async def test_keys_are_checked_before_the_body_is_read(tmp_path: Path) -> None:
-    write_keys(tmp_path / "keys", [new_key("acme", CallerRole.CLIENT, "")[1]])
-    rig = HttpRig(card=ABLE, authenticator=PageAuthenticator("127.0.0.1", "", KeyRing(tmp_path / "keys")))
+    checks_keys, _ = authenticator(tmp_path, "acme")
+    rig = HttpRig(card=ABLE, authenticator=checks_keys)
     headers = {**FORM_TYPE, "authorization": "Bearer wrong"}
     refused = await rig.request("POST", TRANSCRIBE, b"", headers, is_whole=False).end()
     assert refused.status == 401
@@ -484,21 +464,23 @@ async def test_pages_of_other_origins_may_send_no_forms(origin: str, status: int
 
 
 GOOD = form(SPEECH)
-HEADERS: Mapping[str, tuple[Mapping[str, str], int]] = {
-    "no type": ({}, 415),
-    "JSON": ({"content-type": "application/json"}, 415),
-    "no boundary": ({"content-type": "multipart/form-data"}, 400),
-    "an empty boundary": ({"content-type": "multipart/form-data; boundary="}, 400),
-    "a long boundary": ({"content-type": "multipart/form-data; boundary=" + "x" * 71}, 400),
+MULTIPART = "multipart/form-data"
+TYPES = {
+    "": 415,
+    "application/json": 415,
+    MULTIPART: 400,
+    f"{MULTIPART}; boundary=": 400,
+    f"{MULTIPART}; boundary={'x' * 71}": 400,
 }
 
 
-@pytest.mark.parametrize("name", HEADERS)
-async def test_bodies_that_are_no_forms_are_refused(name: str) -> None:
-    headers, status = HEADERS[name]
+@pytest.mark.parametrize(("content_type", "status"), TYPES.items())
+async def test_bodies_that_are_no_forms_are_refused(content_type: str, status: int) -> None:
+    headers = {"content-type": content_type} if content_type else {}
     assert (await SpeechRig().request("POST", TRANSCRIBE, GOOD, headers).end()).status == status
 
 
+MARK = BOUNDARY.encode()
 HOSTILE: Mapping[str, tuple[bytes, str]] = {
     "nothing": (b"", "ends before"),
     "noise": (b"\x00\xff" * 100, "is not multipart/form-data"),
@@ -507,10 +489,7 @@ HOSTILE: Mapping[str, tuple[bytes, str]] = {
     "cut in a header": (GOOD[:40], "ends before"),
     "10,000 parts": (part("a[]", b"x") * 10_000, "more than 32 parts"),
     "a long file name": (form(None, end="") + part("file", b"", "x" * (1 << 20)), "is not multipart/form-data"),
-    "many headers": (
-        f"--{BOUNDARY}\r\n".encode() + b"a: b\r\n" * 10_000 + b"\r\n",
-        "is not multipart/form-data",
-    ),
+    "many headers": (b"--%b\r\n" % MARK + b"a: b\r\n" * 10_000 + b"\r\n", "is not multipart/form-data"),
     "an endless header": (f"--{BOUNDARY}\r\n".encode() + b"a: " + b"b" * (1 << 20), "is not multipart/form-data"),
     "a part without a name": (f"--{BOUNDARY}\r\ncontent-disposition: form-data\r\n\r\nx\r\n".encode(), "name"),
     "a part without headers": (f"--{BOUNDARY}\r\n\r\nx\r\n--{BOUNDARY}--".encode(), "name"),
@@ -597,3 +576,39 @@ async def test_the_samples_that_are_held_are_bounded() -> None:
     again = rig.send(SPEECH, language="en")
     await rig.transcribed(again, "")
     assert again.status == 200
+
+
+GONE = VersionGone("ask again")
+
+
+async def test_a_part_whose_version_is_gone_begins_anew_once() -> None:
+    rig = SpeechRig()
+    exchange = rig.send(SPEECH)
+    (await rig.next_call()).tell(GONE)
+    (await rig.next_call()).tell(Chunk(0, (256,), ""), finished())
+    first = await rig.next_call()
+    first.tell(chunk(0, " x"), GONE)
+    second = await rig.next_call()
+    assert second.request == replace(first.request, seed=1), "the seed that the router drew"
+    second.tell(chunk(0, " cd"), finished())
+    await exchange.end()
+    assert (exchange.status, exchange.json["text"]) == (200, "cd")
+    again = rig.send(SPEECH, language="en")
+    for _ in range(2):
+        (await rig.next_call()).tell(GONE)
+    await again.end()
+    assert (again.status, again.error["code"]) == (503, "version_gone")
+
+
+async def test_a_part_of_a_stream_begins_anew_while_it_has_no_text() -> None:
+    rig = SpeechRig()
+    exchange = rig.send(SPEECH, language="en", stream="true")
+    (await rig.next_call()).tell(GONE)
+    (await rig.next_call()).tell(chunk(0, " a"), finished())
+    await exchange.end()
+    assert exchange.events[-1].json["text"] == "a"
+    begun = rig.send(SPEECH, language="en", stream="true")
+    (await rig.next_call()).tell(chunk(0, " a"), GONE)
+    await begun.end()
+    assert [one.json.get("delta") for one in begun.events] == ["a", None]
+    assert begun.events[-1].json["error"]["code"] == "version_gone"

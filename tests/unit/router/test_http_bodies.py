@@ -14,11 +14,9 @@ from baton.messages.sampling import RepetitionDetection
 from router.http.completions.bodies import ChatBody, CompletionBody
 from router.http.completions.generation import GenerationBody, read_generation
 from router.http.json_body import MAX_BODY_BYTES, parse_json
-from tests.support.http_rig import HttpRig, finished
+from tests.support.http_rig import CHATS, COMPLETIONS, EMBEDDINGS, HELLO, HttpRig
 
 PROMPT = {"prompt": "ab"}
-HELLO = {"messages": [{"role": "user", "content": "hi"}]}
-COMPLETIONS = "/v1/completions"
 
 ALL = {
     "model": "demo",
@@ -109,45 +107,31 @@ def test_null_means_not_set(kind: type[GenerationBody]) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("max_tokenz", 1),
-        ("prompts", ["x"]),
-        ("n", 1.5),
-        ("n", "1"),
-        ("n", True),
-        ("n", [1]),
-        ("stream", 1),
-        ("temperature", "1"),
-        ("temperature", True),
-        ("seed", 1.0),
-        ("logit_bias", [1]),
-        ("logit_bias", {"x": 1}),
-        ("logit_bias", {"": 1}),
-        ("logit_bias", {"-1": 1}),
-        ("logit_bias", {"²": 1}),
-        ("logit_bias", {"1": "1"}),
-        ("logit_bias", {"1": True}),
-        ("stop", 1),
-        ("stop", ["a", 1]),
-        ("stop_token_ids", [True]),
-        ("allowed_token_ids", []),
-        ("allowed_token_ids", [True]),
-        ("bad_words", "a"),
-        ("bad_words", [1]),
-        ("echo", 1),
-        ("prompt_logprobs", True),
-        ("skip_special_tokens", False),
-        ("include_stop_str_in_output", 1),
-        ("guided_json", ["x"]),
-        ("response_format", {"type": "xml"}),
-        ("response_format", "json"),
-        ("ttft_slo_ms", 0),
-        ("stream_options", {"include_usage": True}),
-        ("use_beam_search", 1),
-    ],
-)
+WRONG: dict[str, list[object]] = {
+    "max_tokenz": [1],
+    "prompts": [["x"]],
+    "n": [1.5, "1", True, [1]],
+    "stream": [1],
+    "temperature": ["1", True],
+    "seed": [1.0],
+    "logit_bias": [[1], {"x": 1}, {"": 1}, {"-1": 1}, {"²": 1}, {"1": "1"}, {"1": True}],
+    "stop": [1, ["a", 1]],
+    "stop_token_ids": [[True]],
+    "allowed_token_ids": [[], [True]],
+    "bad_words": ["a", [1]],
+    "echo": [1],
+    "prompt_logprobs": [True],
+    "skip_special_tokens": [False],
+    "include_stop_str_in_output": [1],
+    "guided_json": [["x"]],
+    "response_format": [{"type": "xml"}, "json"],
+    "ttft_slo_ms": [0],
+    "stream_options": [{"include_usage": True}],
+    "use_beam_search": [1],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG.items() for value in values])
 def test_a_bad_field_is_named(field: str, value: object) -> None:
     with pytest.raises(InvalidRequest) as caught:
         read_generation(CompletionBody, PROMPT | {field: value})
@@ -181,27 +165,20 @@ def test_prompts_are_accepted_in_every_form(prompt: object, found: object) -> No
     assert read_generation(CompletionBody, {"prompt": prompt}).prompts == found
 
 
-@pytest.mark.parametrize(
-    ("field", "message"),
-    [
-        ("messages[0].role", {"role": "king", "content": "x"}),
-        ("messages[0].role", {"content": "x"}),
-        ("messages[0].content", {"role": "user", "content": 1}),
-        ("messages[0].content", {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
-        ("messages[0].content", {"role": "user", "content": ["x"]}),
-        ("messages[0].tool_calls[0].function", {"role": "assistant", "tool_calls": [{"id": "x"}]}),
-        ("messages[0].colour", {"role": "user", "content": "x", "colour": "red"}),
-    ],
-)
-def test_a_bad_message_is_named(field: str, message: object) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        read_generation(ChatBody, {"messages": [message]})
-    assert caught.value.field == field
+def saying(**message: object) -> dict[str, object]:
+    return {"messages": [message]}
 
 
 @pytest.mark.parametrize(
     ("field", "body"),
     [
+        ("messages[0].role", saying(role="king", content="x")),
+        ("messages[0].role", saying(content="x")),
+        ("messages[0].content", saying(role="user", content=1)),
+        ("messages[0].content", saying(role="user", content=[{"type": "image_url", "image_url": {"url": "x"}}])),
+        ("messages[0].content", saying(role="user", content=["x"])),
+        ("messages[0].tool_calls[0].function", saying(role="assistant", tool_calls=[{"id": "x"}])),
+        ("messages[0].colour", saying(role="user", content="x", colour="red")),
         ("messages", {}),
         ("messages", {"messages": []}),
         ("tools[0].function", HELLO | {"tools": [{"type": "function"}]}),
@@ -211,7 +188,7 @@ def test_a_bad_message_is_named(field: str, message: object) -> None:
         ("logprobs", HELLO | {"logprobs": 1}),
     ],
 )
-def test_a_bad_chat_is_named(field: str, body: dict[str, object]) -> None:
+def test_a_bad_chat_or_message_is_named(field: str, body: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         read_generation(ChatBody, body)
     assert caught.value.field == field
@@ -314,6 +291,8 @@ def test_characters_inside_a_string_are_not_counted() -> None:
 
 
 USER = {"role": "user"}
+MANY = dict.fromkeys(map(str, range(301)), 1)
+SOME = dict.fromkeys(map(str, range(65)))
 
 
 @pytest.mark.parametrize(
@@ -325,27 +304,15 @@ USER = {"role": "user"}
         (CompletionBody, {"prompt": ["a"] * 33}, "prompt: has 33 prompts; at most 32 are taken"),
         (CompletionBody, {"prompt": [[]] * 100}, "prompt: has 100 prompts; at most 32 are taken"),
         (CompletionBody, PROMPT | {"stop": ["a"] * 17}, "stop: has 17 strings; at most 16 are taken"),
-        (
-            CompletionBody,
-            PROMPT | {"stop_token_ids": [1.5] * 257},
-            "stop_token_ids: has 257 entries; at most 256 are taken",
-        ),
+        (CompletionBody, PROMPT | {"stop_token_ids": [1.5] * 257}, "stop_token_ids: has 257 entries; at most 256"),
         (
             CompletionBody,
             PROMPT | {"allowed_token_ids": [1] * 4097},
-            "allowed_token_ids: has 4097 entries; at most 4096 are taken",
+            "allowed_token_ids: has 4097 entries; at most 4096",
         ),
         (CompletionBody, PROMPT | {"bad_words": ["a"] * 257}, "bad_words: has 257 texts; at most 256 are taken"),
-        (
-            CompletionBody,
-            PROMPT | {"logit_bias": dict.fromkeys(map(str, range(301)), 1)},
-            "logit_bias: has 301 entries; at most 300 are taken",
-        ),
-        (
-            ChatBody,
-            HELLO | {"chat_template_kwargs": dict.fromkeys(map(str, range(65)))},
-            "chat_template_kwargs: has 65 variables; at most 64 are taken",
-        ),
+        (CompletionBody, PROMPT | {"logit_bias": MANY}, "logit_bias: has 301 entries; at most 300 are taken"),
+        (ChatBody, HELLO | {"chat_template_kwargs": SOME}, "chat_template_kwargs: has 65 variables; at most 64 are"),
     ],
 )
 def test_a_field_with_too_many_items_is_refused(
@@ -353,7 +320,8 @@ def test_a_field_with_too_many_items_is_refused(
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
         read_generation(kind, fields)
-    assert str(caught.value) == refusal
+    assert str(caught.value).startswith(refusal)
+    assert str(caught.value).endswith(" are taken")
 
 
 def test_a_very_long_unknown_field_is_refused() -> None:
@@ -378,23 +346,15 @@ def test_the_maximum_number_of_messages_is_accepted() -> None:
 )
 async def test_a_large_body_is_parsed_in_a_thread(fields: dict[str, object], is_large: bool) -> None:
     rig = HttpRig()
-    exchange = rig.request("POST", COMPLETIONS, json.dumps(fields).encode(), {"content-type": "application/json"})
-    call = await rig.next_call()
+    await rig.asked(COMPLETIONS, fields)
     assert (rig.handler.num_in_threads > 0) == is_large
-    call.tell(finished())
-    assert (await exchange.end()).status == 200
 
 
 async def test_a_large_chat_and_large_embeddings_are_parsed_in_a_thread() -> None:
     rig = HttpRig()
-    kind = {"content-type": "application/json"}
-    chat = {"messages": [{"role": "user", "content": "a" * 20_000}]}
-    exchange = rig.request("POST", "/v1/chat/completions", json.dumps(chat).encode(), kind)
-    (await rig.next_call()).tell(finished())
-    assert (await exchange.end()).status == 200
+    await rig.asked(CHATS, saying(role="user", content="a" * 20_000))
     assert rig.handler.num_in_threads == 2
-    refused = await rig.request("POST", "/v1/embeddings", json.dumps({"input": [""] * 5000}).encode(), kind).end()
-    assert refused.error["message"].startswith("input: has 5000 inputs; at most 2048")
+    await rig.refused(EMBEDDINGS, {"input": [""] * 5000}, "input", "input: has 5000 inputs; at most 2048")
     assert rig.handler.num_in_threads == 4
 
 
@@ -418,4 +378,4 @@ async def test_bodies_of_a_wrong_size_or_content_type_are_refused() -> None:
 
 async def test_a_chat_with_invalid_unicode_is_refused() -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "\ud800"}]}).encode()
-    await HttpRig().refused("/v1/chat/completions", body, "messages")
+    await HttpRig().refused(CHATS, body, "messages")

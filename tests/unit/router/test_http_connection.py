@@ -41,6 +41,17 @@ class App:
         await send({"type": "http.response.body", "body": b"no"})
 
 
+async def connected(sent: bytes, *, answers: bool = False) -> tuple[App, Client]:
+    """An application, and a client that has sent this; `answers`: the application does so at once."""
+    app = App()
+    client = Client(app)
+    client.send(sent)
+    if answers:
+        app.answer()
+    await client.run_loop()
+    return app, client
+
+
 async def in_pieces(scope: Scope, receive: Receive, send: Send) -> None:
     """An application whose answer has no length."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -59,10 +70,7 @@ async def test_an_answer_in_pieces_has_chunks_where_clients_know_them(version: b
 
 
 async def test_a_body_stays_in_the_kernel_until_it_is_asked_for() -> None:
-    app = App()
-    client = Client(app)
-    client.send(HEAD + MANY)
-    await client.run_loop()
+    app, client = await connected(HEAD + MANY)
     assert len(app.scopes) == 1
     assert client.transport.is_paused
     assert len(client.unsent) >= len(MANY) - READ_BYTES
@@ -100,11 +108,7 @@ async def test_connections_share_the_budget_of_a_turn() -> None:
 
 
 async def test_a_request_answered_early_is_not_read_further() -> None:
-    app = App()
-    client = Client(app)
-    client.send(HEAD + MANY)
-    app.answer()
-    await client.run_loop()
+    app, client = await connected(HEAD + MANY, answers=True)
     assert client.transport.written.startswith(b"HTTP/1.1 401 ")
     assert client.transport.has_ended
     # Dropped, not parsed; and not for ever.
@@ -116,13 +120,10 @@ async def test_a_request_answered_early_is_not_read_further() -> None:
 
 async def test_reading_resumes_when_a_connection_closes_with_an_unread_body() -> None:
     """Over TLS a connection with paused reading would never close (`close_transport`)."""
-    app = App()
-    client = Client(app)
     head = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
     # The last piece fills uvicorn's buffer, which pauses reading, and is the end of the request.
     body = bytes(HIGH_WATER_LIMIT + STEP_BYTES + STEP_BYTES // 4)
-    client.send(head % len(body) + body)
-    await client.run_loop()
+    app, client = await connected(head % len(body) + body)
     assert len(await _next(app)) > 0
     await client.run_loop(100)
     assert not client.unsent
@@ -137,11 +138,7 @@ async def test_reading_resumes_when_a_connection_closes_with_an_unread_body() ->
 
 def test_a_client_that_slowly_keeps_sending_after_its_answer_is_disconnected() -> None:
     async def go() -> None:
-        app = App()
-        client = Client(app)
-        client.send(HEAD)
-        app.answer()
-        await client.run_loop()
+        _, client = await connected(HEAD, answers=True)
         assert not client.transport.is_closed
         await asyncio.sleep(LINGER_S / 2)
         client.send(ONE)
@@ -182,11 +179,7 @@ async def test_pipelined_requests_wait_unparsed_and_are_answered_in_order() -> N
 
 
 async def test_trailers_do_not_become_headers() -> None:
-    app = App()
-    client = Client(app)
-    client.send(HEAD + b"0\r\nauthorization: Bearer stolen\r\n\r\n")
-    app.answer()
-    await client.run_loop()
+    app, client = await connected(HEAD + b"0\r\nauthorization: Bearer stolen\r\n\r\n", answers=True)
     assert [name for name, _ in app.scopes[0]["headers"]] == [b"host", b"transfer-encoding"]
     assert not client.transport.is_closed
 
@@ -194,10 +187,7 @@ async def test_trailers_do_not_become_headers() -> None:
 @pytest.mark.parametrize("value", [b"a", b"  a", b"a \t ", b"\t a\t"])
 async def test_spaces_around_a_header_value_are_removed(value: bytes) -> None:
     # RFC 9110, 5.5
-    app = App()
-    client = Client(app)
-    client.send(b"GET / HTTP/1.1\r\nhost: x\r\nlast-event-id:" + value + b"\r\nempty: \t \r\n\r\n")
-    await client.run_loop()
+    app, _ = await connected(b"GET / HTTP/1.1\r\nhost: x\r\nlast-event-id:" + value + b"\r\nempty: \t \r\n\r\n")
     assert dict(app.scopes[0]["headers"])[b"last-event-id"] == b"a"
     assert dict(app.scopes[0]["headers"])[b"empty"] == b""
 
@@ -227,10 +217,9 @@ BAD = {
 
 @pytest.mark.parametrize("field", BAD.values(), ids=BAD.keys())
 async def test_ambiguous_requests_are_refused_and_end_the_connection(field: bytes) -> None:
-    app = App()
-    client = Client(app)
-    client.send(b"POST / HTTP/1.1\r\nhost: x\r\n" + field + b"\r\n\r\nxxGET /hidden HTTP/1.1\r\nhost: x\r\n\r\n")
-    await client.run_loop()
+    app, client = await connected(
+        b"POST / HTTP/1.1\r\nhost: x\r\n" + field + b"\r\n\r\nxxGET /hidden HTTP/1.1\r\nhost: x\r\n\r\n"
+    )
     assert client.transport.written.startswith(b"HTTP/1.1 400 ")
     assert b"\r\nconnection: close\r\n" in client.transport.written
     assert client.transport.has_ended

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from starlette.routing import Route
 
 from baton.errors import Draining, EngineFault, InvalidRequest, RequestNotFound, VersionGone
 from baton.messages.generation import Chunk, PromptLogprobs, SequenceFinished
 from baton.messages.sampling import TokenLogprobs
+from router.http.app import HttpFront
 from tests.support.http_rig import CHATS, COMPLETIONS, HELLO, STREAM, HttpRig, chunk, finished, text_of
 from tests.support.router_parts import MODEL
 
@@ -26,27 +28,11 @@ async def test_a_completion_is_returned_whole() -> None:
     await exchange.end()
     assert (exchange.status, exchange.headers["x-request-id"]) == (200, request.request_id)
     assert (exchange.headers["baton-seed"], exchange.headers["baton-prefill-node"]) == ("1", "p1")
-    assert exchange.json == {
-        "id": f"cmpl-{request.request_id}",
-        "object": "text_completion",
-        "created": 5,
-        "model": MODEL,
-        "system_fingerprint": "fp_0123456789ab",
-        "choices": [
-            {"index": 0, "text": "cde", "logprobs": None, "finish_reason": "length", "stop_reason": None},
-        ],
-        "usage": {
-            "prompt_tokens": 3,
-            "completion_tokens": 2,
-            "total_tokens": 5,
-            "prompt_tokens_details": {"cached_tokens": 1},
-            "completion_tokens_details": {
-                "reasoning_tokens": 0,
-                "accepted_prediction_tokens": 0,
-                "rejected_prediction_tokens": 0,
-            },
-        },
-    }
+    # All of its fields are in tests/outside/http/completions.txt.
+    answer = exchange.json
+    assert (answer["id"], answer["model"], answer["created"]) == (f"cmpl-{request.request_id}", MODEL, 5)
+    assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("cde", "length")
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (3, 2)
 
 
 async def test_a_chat_uses_the_template_and_may_fill_the_models_length() -> None:
@@ -92,10 +78,11 @@ async def test_every_event_has_the_usage_if_requested() -> None:
 
 
 async def test_text_without_tokens_comes_with_the_end_and_has_its_own_position() -> None:
-    said = chunk(0, "c"), Chunk(1, (), "rest"), finished("stop")
+    said = chunk(0, "c"), Chunk(1, (), "rest"), replace(finished("stop"), stop_reason="END")
     first, end, _ = (await HttpRig().answered(COMPLETIONS, PROMPT | STREAM, *said)).events
     assert (first.id, first.text) == ("1", "c")
-    assert (end.id, end.text, end.choice["finish_reason"]) == ("2", "rest", "stop")
+    assert (end.id, end.text) == ("2", "rest")
+    assert (end.choice["finish_reason"], end.choice["stop_reason"]) == ("stop", "END")
 
 
 async def test_event_ids_have_the_positions_of_all_sequences() -> None:
@@ -419,3 +406,42 @@ async def test_an_internal_error_reveals_nothing_and_is_logged(
     error = exchange.events[-1].json["error"] if told else exchange.error
     assert (error["type"], error["message"]) == ("server_error", "internal error; the log of the server has it")
     assert "secret" in caplog.text
+
+
+# Every path names in `Allow` all of the methods that it has when it is asked with another one (RFC 9110, 15.5.6).
+ALLOWED = {
+    "/v1/responses/resp_1": "DELETE, GET, HEAD",
+    "/v1/responses/resp_1/cancel": "POST",
+    "/v1/responses/resp_1/input_items": "GET, HEAD",
+    "/v1/responses": "POST",
+    "/v1/chat/completions": "POST",
+    "/v1/messages": "POST",
+    "/v1/models/x": "GET, HEAD",
+    "/tokenize": "POST",
+    "/metrics": "GET, HEAD",
+    "/": "GET, HEAD",
+}
+
+
+@pytest.mark.parametrize(("path", "allowed"), ALLOWED.items())
+async def test_a_wrong_method_is_refused_with_those_that_are_right(path: str, allowed: str) -> None:
+    exchange = await HttpRig().request("PUT", path, b"", {}).end()
+    assert exchange.status == 405
+    assert exchange.headers["allow"] == allowed
+
+
+async def test_no_path_that_is_served_lacks_a_method_in_allow() -> None:
+    rig = HttpRig()
+    front = rig._app
+    assert isinstance(front, HttpFront)
+    methods: dict[str, set[str]] = {}
+    for route in front._routes.routes:
+        assert isinstance(route, Route)
+        methods.setdefault(route.path.replace("{id}", "x").replace("{name:path}", "x"), set()).update(
+            route.methods or ()
+        )
+    # A stored response might have this name.
+    methods["/v1/responses/input_tokens"] |= methods["/v1/responses/x"]
+    for path, named in methods.items():
+        exchange = await rig.request("PATCH", path, b"", {}).end()
+        assert (exchange.status, set(exchange.headers["allow"].split(", "))) == (405, named), path

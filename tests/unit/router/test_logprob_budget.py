@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -123,13 +124,11 @@ async def test_what_is_too_much_is_refused_before_it_begins() -> None:
             InvalidRequest, r"logprobs: .* 352 bytes, and those of all requests 320"
         )
         assert caught.field == "logprobs"
-        first = rig.ask(request_id="r", max_tokens=6, logprobs=2)
-        await first.wait_until_accepted()
+        first = await rig.accepted(request_id="r", max_tokens=6, logprobs=2)
         refused = await rig.ask(max_tokens=5, logprobs=2).raises(LogprobsFull, r"160 bytes, and 128 of 320 .* are free")
         assert refused.retry_after_s > 0
         assert rig.requests.counters.rejections == {"InvalidRequest": 1, "LogprobsFull": 1}
-        plain = rig.ask(request_id="plain", max_tokens=50)
-        await plain.wait_until_accepted()
+        plain = await rig.accepted(request_id="plain", max_tokens=50)
         for name in ("r", "plain"):
             rig.dispatcher.cancel(name)
         for reader in (first, plain):
@@ -236,8 +235,8 @@ async def test_an_old_stream_keeps_nothing_for_a_client_that_came_back() -> None
 async def test_a_client_that_comes_back_for_what_is_forgotten_sends_its_request_again() -> None:
     async with router_rig(*LARGE) as rig:
         rig.card = replace(rig.card, max_model_len=LARGE[0].max_model_len)
-        asked = {"request_id": "r", "max_tokens": 4000, "logprobs": 0}
-        old = rig.ask(**asked)  # type: ignore[arg-type]
+        asked: dict[str, Any] = {"request_id": "r", "max_tokens": 4000, "logprobs": 0}
+        old = rig.ask(**asked)
         attempt = await rig.next_attempt("p1", "d1")
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF, logprob=-0.5)
         for first in range(1, 2 * KEPT_TOKENS, 16):
@@ -248,8 +247,7 @@ async def test_a_client_that_comes_back_for_what_is_forgotten_sends_its_request_
         await kept.wait_for_tokens(KEPT_TOKENS)
         assert sum(len(one.logprobs) for one in kept.chunks) == KEPT_TOKENS
         await rig.resume("r", 100).raises(RequestNotFound, "send it again")
-        again = rig.ask(**asked)  # type: ignore[arg-type]
-        await again.wait_until_accepted()
+        again = await rig.accepted(**asked)
         rig.dispatcher.cancel("r")
         for reader in (old, again, kept):
             await reader.raises(Cancelled)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
@@ -21,7 +20,7 @@ from router.placement.placer import PlacementSettings, Placer, Policy
 from router.placement.versions import PASSES_OVER_AFTER_S, Registered, left_out, serving_versions
 from router.placement.view import ClusterView
 from tests.doubles.fake_clock import FakeClock
-from tests.support.router_parts import MODEL, decode, description, prefill, record_of, request
+from tests.support.router_parts import MODEL, decode, description, prefill, request, view_of
 
 DEMAND = Demand(MODEL, num_prompt_tokens=10, max_tokens=8)
 
@@ -36,15 +35,13 @@ def new(node: NodeDescription) -> NodeDescription:
     return replace(node, model_fingerprint="new")
 
 
-def view_of(
-    *nodes: NodeDescription, clock: Callable[[], float] = lambda: 0.0, needs_pairs: bool = False
-) -> ClusterView:
-    """A view to which these nodes are attached, which were started one after the other."""
-    view = ClusterView(clock, needs_pairs=needs_pairs)
-    view.registered([replace(record_of(node), start_number=1 + place) for place, node in enumerate(nodes)])
-    for node in nodes:
-        view.attached(node, now=0.0)
-    return view
+def lose(view: ClusterView, *names: str, now: float = 1.0) -> None:
+    for name in names:
+        view.detached(f"{name}.1", "reset", now)
+
+
+def left_out_in(view: ClusterView) -> set[str]:
+    return {candidate.node.node_id for candidate in view.candidates() if candidate.is_left_out}
 
 
 def statuses(view: ClusterView) -> dict[str, str]:
@@ -97,17 +94,16 @@ def test_nodes_of_one_version_without_a_partner_get_requests_only_while_there_is
 def test_the_version_that_serves_changes_as_nodes_are_cordoned_drained_and_replaced() -> None:
     p1, d1, p2, d2 = prefill("p1"), decode("d1"), new(prefill("p2")), new(decode("d2"))
     view = view_of(p1, d1, p2, d2)
-    before = view.candidates()
-    assert {one.node.node_id for one in before if one.is_left_out} == {"p2", "d2"}
+    assert left_out_in(view) == {"p2", "d2"}
     view.desired(DesiredState(cordoned=frozenset({"d1"})))
     assert statuses(view) == {"p1": "Incompatible", "d1": "Cordoned", "p2": "Ready", "d2": "Ready"}
-    assert {one.node.node_id for one in view.candidates() if one.is_left_out} == {"p1"}
+    assert left_out_in(view) == {"p1"}
     view.desired(DesiredState())
-    assert {one.node.node_id for one in view.candidates() if one.is_left_out} == {"p2", "d2"}
+    assert left_out_in(view) == {"p2", "d2"}
     view.reported("p1.1", LoadReport(draining=True))
-    assert {one.node.node_id for one in view.candidates() if one.is_left_out} == {"d1"}
+    assert left_out_in(view) == {"d1"}
     view.detached("d2.1", "reset", now=1.0)
-    assert {one.node.node_id for one in view.candidates() if one.is_left_out} == {"p2"}, "the older one"
+    assert left_out_in(view) == {"p2"}, "the older one"
 
 
 def test_a_short_loss_of_nodes_changes_no_version_and_a_lasting_one_does() -> None:
@@ -123,8 +119,7 @@ def test_a_short_loss_of_nodes_changes_no_version_and_a_lasting_one_does() -> No
 
     assert serving() == {"p1", "d1", "d3"}
     clock.advance(PASSES_OVER_AFTER_S)
-    view.detached("p1.1", "reset", clock.monotonic())
-    view.detached("d1.1", "reset", clock.monotonic())
+    lose(view, "p1", "d1", now=clock.monotonic())
     assert serving() == {"d3"}
     clock.advance(PASSES_OVER_AFTER_S - 1.0)
     view.attached(d1, clock.monotonic())
@@ -132,8 +127,7 @@ def test_a_short_loss_of_nodes_changes_no_version_and_a_lasting_one_does() -> No
     view.attached(p1, clock.monotonic())
     assert serving() == {"p1", "d1", "d3"}
     # The time begins anew.
-    view.detached("p1.1", "reset", clock.monotonic())
-    view.detached("d1.1", "reset", clock.monotonic())
+    lose(view, "p1", "d1", now=clock.monotonic())
     assert serving() == {"d3"}
     clock.advance(PASSES_OVER_AFTER_S - 1.0)
     assert serving() == {"d3"}
@@ -143,8 +137,7 @@ def test_a_short_loss_of_nodes_changes_no_version_and_a_lasting_one_does() -> No
     assert serving() == {"p2", "d2"}
     assert view.descriptions() is not before, "requests that wait for nodes look again"
     # It is passed over at once while nothing of the version that serves is left; when that is back, at once again.
-    view.detached("p2.1", "reset", clock.monotonic())
-    view.detached("d2.1", "reset", clock.monotonic())
+    lose(view, "p2", "d2", now=clock.monotonic())
     assert serving() == {"d3"}
     for node in (d2, p2):
         view.attached(node, clock.monotonic())
@@ -167,8 +160,7 @@ def test_what_nodes_that_get_no_new_requests_can_do_makes_no_router_ready() -> N
     view = view_of(prefill("p1", **embeds_only), prefill("p3", **embeds_only), new(decode("d2")))
     assert Placer().why_not_ready(view.candidates(), MODEL) == ""
     assert view.abilities(MODEL) == {frozenset({Capability.EMBED})}
-    view.detached("p1.1", "reset", 0.0)
-    view.detached("p3.1", "reset", 0.0)
+    lose(view, "p1", "p3", now=0.0)
     assert view.abilities(MODEL) == {decode("d2").can}
 
 
@@ -184,8 +176,7 @@ def test_a_begun_stream_is_continued_by_nodes_of_its_version_alone_even_if_they_
     placement = choose(view.candidates(), begun)
     assert placement.prefill is not None
     assert (placement.prefill.node_id, placement.decode.node_id) == ("p1", "d1")
-    view.detached("p1.1", "reset", 1.0)
-    view.detached("d1.1", "reset", 1.0)
+    lose(view, "p1", "d1", now=1.0)
     assert not view.may_continue(Origin.of(d1))
     with pytest.raises(NoCapacity, match=f"only at nodes with the bits {d1.bits}, of which none takes work"):
         choose(view.candidates(), begun)
@@ -262,8 +253,7 @@ def test_the_card_and_the_sizes_are_those_of_the_version_that_serves() -> None:
     assert [node.node_id for node in view.served_by()] == ["p1", "d1"]
     assert {size.max_model_len for size in view.sizes(0.0)} == {64}
     assert not view.could_hold(replace(DEMAND, max_tokens=1000), 0.0)
-    view.detached("p1.1", "reset", 1.0)
-    view.detached("d1.1", "reset", 1.0)
+    lose(view, "p1", "d1", now=1.0)
     assert [node.node_id for node in view.served_by()] == ["d2"]
     assert 4096 in {size.max_model_len for size in view.sizes(1.0)}
 

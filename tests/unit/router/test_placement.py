@@ -18,7 +18,7 @@ from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from router.placement.placement import Candidate, Demand, Placement, choose, demand_of, disagreement, size_of
 from router.placement.view import LOST_SHOWN_S, ClusterView
-from tests.support.router_parts import MODEL, decode, key, prefill, record_of, request
+from tests.support.router_parts import MODEL, decode, key, prefill, record_of, request, view_of
 
 DEMAND = Demand(MODEL, num_prompt_tokens=10, max_tokens=8)
 
@@ -152,9 +152,8 @@ def test_each_state_of_a_node_has_its_status() -> None:
 
 
 def test_a_node_whose_record_says_that_it_drains_is_no_candidate() -> None:
-    view, node = ClusterView(), decode()
-    view.registered([record_of(node)])
-    view.attached(node, now=1)
+    node = decode()
+    view = view_of(node)
     assert [c.node for c in view.candidates()] == [node]
     view.registered([replace(record_of(node), state="draining")])
     assert view.candidates() == ()
@@ -163,11 +162,11 @@ def test_a_node_whose_record_says_that_it_drains_is_no_candidate() -> None:
 
 
 def test_an_attached_node_that_left_the_registry_is_shown_as_lost_for_a_while() -> None:
-    view, node = ClusterView(), decode()
-    view.registered([record_of(node)])
-    view.attached(node, now=1)
+    node = decode()
+    view = view_of(node)
     view.registered([])
     assert [s.status for s in view.statuses(now=100, wall=0)] == ["Ready"]
+    assert [c.node for c in view.candidates()] == [node]
     view.detached("d1.1", "reset", now=100)
     assert [s.status for s in view.statuses(now=100 + LOST_SHOWN_S - 1, wall=0)] == ["Lost"]
     assert view.statuses(now=100 + LOST_SHOWN_S, wall=0) == ()
@@ -215,9 +214,8 @@ def test_the_view_reports_which_candidates_have_changed(seed: int) -> None:
 
 
 def test_a_nodes_notice_is_its_detail_until_it_is_lost_or_changes_it() -> None:
-    view, node = ClusterView(), decode()
-    view.registered([record_of(node)])
-    view.attached(node, now=1)
+    node = decode()
+    view = view_of(node)
     view.noticed("d1.1", "layouts differ")
     view.noticed("d9.1", "a stranger's")
     assert [s.detail for s in view.statuses(now=1, wall=0)] == ["layouts differ"]
@@ -238,14 +236,9 @@ def test_a_node_that_can_exchange_kv_with_no_other_is_shown_with_the_reason() ->
         view.attached(node, now=1)
     assert [s.detail for s in view.statuses(now=1, wall=0)] == ["", "", ""]
     view.attached(nodes[0], now=1)
-    details = {s.name: s.detail for s in view.statuses(now=1, wall=0)}
-    assert {s.name: s.status for s in view.statuses(now=1, wall=0)} == {
-        "d1": "Ready",
-        "d2": "Incompatible",
-        "p1": "Ready",
-    }
-    assert (details["d1"], details["p1"]) == ("", "")
-    assert details["d2"] == "agrees with no prefill node on its KV: d2 [block_size=6], p1 [block_size=4]"
+    why = "agrees with no prefill node on its KV: d2 [block_size=6], p1 [block_size=4]"
+    told = {s.name: (s.status, s.detail) for s in view.statuses(now=1, wall=0)}
+    assert told == {"d1": ("Ready", ""), "d2": ("Incompatible", why), "p1": ("Ready", "")}
     view.detached("p1.1", "reset", now=2)
     assert [s.detail for s in view.statuses(now=2, wall=0)] == ["", "", "reset"]
 
@@ -255,14 +248,6 @@ def test_nodes_whose_link_versions_differ_are_not_paired() -> None:
     story = disagreement(old, [old, new])
     assert story == "agrees with no decode node on its KV: p1 [link_protocol=4], d1 [link_protocol=5]"
     assert disagreement(old, [old, new, decode("d2", link_protocol=4)]) == ""
-
-
-def test_an_empty_registry_removes_no_attached_node() -> None:
-    view, node = ClusterView(), decode()
-    view.registered([record_of(node)])
-    view.attached(node, now=1)
-    view.registered([])
-    assert [c.node for c in view.candidates()] == [node]
 
 
 def test_a_successor_replaces_the_lost_run() -> None:
@@ -287,9 +272,8 @@ def test_lost_nodes_are_forgotten_without_being_asked_for() -> None:
 
 
 def test_load_counts_requests_just_sent_and_those_of_other_routers() -> None:
-    view, node = ClusterView(), decode()
-    view.registered([record_of(node)])
-    view.attached(node, now=1)
+    node = decode()
+    view = view_of(node)
 
     def load() -> float:
         return view.candidates()[0].load
@@ -308,9 +292,8 @@ def test_load_counts_requests_just_sent_and_those_of_other_routers() -> None:
 
 
 def test_the_load_of_a_request_is_its_number_of_sequences() -> None:
-    view, node = ClusterView(), decode()
-    view.registered([record_of(node)])
-    view.attached(node, now=1)
+    node = decode()
+    view = view_of(node)
 
     def load() -> float:
         return view.candidates()[0].load

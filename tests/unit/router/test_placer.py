@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.errors import InvalidRequest, NoCapacity, TransferCause
 from baton.messages.capabilities import GENERATES, Capability
 from baton.messages.ids import AttemptKey
@@ -33,7 +32,7 @@ from router.placement.decisions import Choice
 from router.placement.placer import PlacementSettings, Placer, Policy
 from router.placement.rates import StepRates
 from router.placement.view import ClusterView
-from tests.support.router_parts import MODEL, decode, prefill, record_of
+from tests.support.router_parts import MODEL, block_keys, decode, prefill, record_of
 
 REGRET = "router_placement_regret_seconds"
 SIZE = 16
@@ -90,12 +89,25 @@ class Fleet:
         self.report(name, StepReport((), load))
 
     def has_cached(self, name: str, prompt: Sequence[int]) -> None:
-        update = KVCacheUpdate(0, 0, [BlockStored(keys_of(prompt))], restart=True)
+        update = KVCacheUpdate(0, 0, [BlockStored(block_keys(prompt, SIZE))], restart=True)
         self.report(name, StepReport((), LoadReport(), update))
 
     def ended(self, name: str, choice: Choice, outcome: Outcome, timings: StageTimings | None = None) -> None:
         key = AttemptKey(choice.request.request_id, choice.attempt)
         self.report(name, StepReport([RequestDelta(key, outcome=outcome, timings=timings)], LoadReport()))
+
+    def fails(self, name: str, outcome: Outcome, times: int) -> None:
+        """Place so many requests on p1 and d1, of which the named one fails."""
+        for _ in range(times):
+            choice = self.place()
+            assert names(choice) == ("p1", "d1")
+            self.ended(name, choice, outcome)
+            self.placer.over(choice.request.request_id)
+
+    def open_breakers(self) -> dict[str, float]:
+        """The number of open breakers of nodes and of pairs."""
+        figures = (figure for figure in self.placer.figures(self.now) if isinstance(figure, Figure))
+        return {figure.labels["of"]: figure.value for figure in figures if "breakers_open" in figure.name}
 
     def has_moved(self, timings: StageTimings) -> None:
         """Report the transfer time of one request, the only known one."""
@@ -122,11 +134,10 @@ class Fleet:
         return choice
 
 
-def keys_of(prompt: Sequence[int]) -> list[bytes]:
-    hasher = BlockHasher(CacheKeyFields("print", "float32", "layout"), SIZE)
-    keys: list[bytes] = []
-    hasher.extend(keys, hasher.root(), prompt)
-    return keys
+def pairs_of(prefill_names: str, decode_names: str) -> Fleet:
+    """A fleet of these nodes, whose decode nodes leave every prompt to prefill nodes."""
+    nodes = *prefills(*prefill_names.split()), *decodes(*decode_names.split())
+    return Fleet(*nodes, settings=PlacementSettings(alone_tokens=0))
 
 
 def names(choice: Choice) -> tuple[str | None, str]:
@@ -147,7 +158,7 @@ def test_the_shortest_queue_and_the_smallest_batch_are_chosen() -> None:
 
 def test_a_cached_prefix_weighs_as_much_as_the_time_to_compute_it() -> None:
     prompt = range(1024)
-    fleet = Fleet(*prefills("p1", "p2"), *decodes("d1"), settings=PlacementSettings(alone_tokens=0))
+    fleet = pairs_of("p1 p2", "d1")
     fleet.has_cached("p1", prompt)
     # 1,023 tokens take 208 ms, which others pay for, too: 1,000 in its queue weigh less and 1,500 more.
     fleet.load("p1", uncomputed=1000)
@@ -162,7 +173,7 @@ def test_a_cached_prefix_weighs_as_much_as_the_time_to_compute_it() -> None:
 def test_a_decode_node_that_has_the_prefix_saves_its_transfer() -> None:
     prompt = range(2048)
     slow = StageTimings(transfer_ms=1000.0, kv_bytes=1_000_000)
-    fleet = Fleet(*prefills("p1"), *decodes("d1", "d2"), settings=PlacementSettings(alone_tokens=0))
+    fleet = pairs_of("p1", "d1 d2")
     fleet.has_moved(slow)
     fleet.has_cached("d2", prompt)
     fleet.load("d2", running=8, context=4000)
@@ -198,7 +209,7 @@ def test_a_long_prompt_that_a_decode_node_has_cached_stays_there() -> None:
 
 def test_a_decode_node_whose_drafts_are_right_is_cheaper() -> None:
     """Its steps take longer, but each yields more tokens; a node whose drafts are wrong only takes longer."""
-    fleet = Fleet(*prefills("p1"), *decodes("right", "wrong", "plain"), settings=PlacementSettings(alone_tokens=0))
+    fleet = pairs_of("p1", "right wrong plain")
     for name, accepted in (("right", 24), ("wrong", 0)):
         for sequences in (4, 8, 16) * 1000:
             time_ms = RATES.overhead_ms(5 * sequences, 100 * sequences)
@@ -224,17 +235,13 @@ def test_a_decode_node_whose_drafts_are_right_is_cheaper() -> None:
 
 def test_a_burst_is_spread_before_any_node_reports() -> None:
     fleet = Fleet(*prefills("p1", "p2", "p3"), *decodes("d1", "d2"))
-    found = Counter(names(fleet.place(1024)) for _ in range(12))
-    assert {name: sum(n for (p, _), n in found.items() if p == name) for name in ("p1", "p2", "p3")} == {
-        "p1": 4,
-        "p2": 4,
-        "p3": 4,
-    }
-    assert {name: sum(n for (_, d), n in found.items() if d == name) for name in ("d1", "d2")} == {"d1": 6, "d2": 6}
+    chosen = [names(fleet.place(1024)) for _ in range(12)]
+    assert Counter(p for p, _ in chosen) == {"p1": 4, "p2": 4, "p3": 4}
+    assert Counter(d for _, d in chosen) == {"d1": 6, "d2": 6}
 
 
 def test_a_sent_prompt_counts_by_its_tokens_until_its_node_reports_it() -> None:
-    fleet = Fleet(*prefills("p1", "p2"), *decodes("d1"), settings=PlacementSettings(alone_tokens=0))
+    fleet = pairs_of("p1 p2", "d1")
     long = fleet.place(4000)
     first = names(long)[0]
     assert first is not None
@@ -247,7 +254,7 @@ def test_a_sent_prompt_counts_by_its_tokens_until_its_node_reports_it() -> None:
 
 
 def test_requests_with_the_same_prefix_follow_while_it_is_computed() -> None:
-    fleet = Fleet(*prefills("p1", "p2", "p3"), *decodes("d1"), settings=PlacementSettings(alone_tokens=0))
+    fleet = pairs_of("p1 p2 p3", "d1")
     prompt = tuple(range(1024))
     first = fleet.place(prompt + (1, 2, 3) * 5)
     second = fleet.choose(prompt + (9, 8, 7) * 5)
@@ -264,7 +271,7 @@ def test_a_service_level_outweighs_the_cost() -> None:
     assert names(fleet.choose(200)) == ("p1", "d1")
     assert names(fleet.choose(200, ttft_slo_ms=100.0)) == (None, "d1")
     assert names(fleet.choose(200, ttft_slo_ms=1.0)) == ("p1", "d1"), "nobody meets it: the cheapest"
-    two = Fleet(*prefills("p1"), *decodes("d1", "d2"), settings=PlacementSettings(alone_tokens=0))
+    two = pairs_of("p1", "d1 d2")
     two.has_moved(StageTimings(transfer_ms=3000.0, kv_bytes=1_000_000))
     two.has_cached("d1", range(4096))
     two.load("d1", running=40, context=0)
@@ -291,13 +298,9 @@ def test_nodes_of_one_role_serve_alone_unless_disaggregation_is_required() -> No
 
 
 def test_a_failing_node_is_skipped_until_a_probe_succeeds() -> None:
-    fleet = Fleet(*prefills("p1", "p2"), *decodes("d1"), settings=PlacementSettings(alone_tokens=0))
+    fleet = pairs_of("p1 p2", "d1")
     fleet.load("p2", uncomputed=4000)
-    for _ in range(3):
-        choice = fleet.place()
-        assert names(choice) == ("p1", "d1")
-        fleet.ended("p1", choice, Outcome.REFUSED)
-        fleet.placer.over(choice.request.request_id)
+    fleet.fails("p1", Outcome.REFUSED, times=3)
     assert names(fleet.choose()) == ("p2", "d1")
     fleet.now += 1.0
     probe = fleet.place()
@@ -314,19 +317,14 @@ def test_a_failed_request_of_many_sequences_counts_as_one_failure() -> None:
     key = AttemptKey(choice.request.request_id, choice.attempt)
     ends = [RequestDelta(key, outcome=Outcome.ERROR, sequence_index=index) for index in range(8)]
     fleet.report(taken, StepReport(ends, LoadReport()))
-    opened = [f.value for f in fleet.placer.figures(fleet.now) if isinstance(f, Figure) and "breakers_open" in f.name]
-    assert opened == [0, 0]
+    assert fleet.open_breakers() == {"node": 0, "pair": 0}
 
 
 def test_a_pair_that_loses_kv_is_separated_and_both_serve_others() -> None:
-    fleet = Fleet(*prefills("p1", "p2"), *decodes("d1", "d2"), settings=PlacementSettings(alone_tokens=0))
+    fleet = pairs_of("p1 p2", "d1 d2")
     fleet.load("p2", uncomputed=4000)
     fleet.load("d2", running=30, context=3000)
-    for _ in range(2):
-        choice = fleet.place()
-        assert names(choice) == ("p1", "d1")
-        fleet.ended("d1", choice, Outcome.KV_LOST)
-        fleet.placer.over(choice.request.request_id)
+    fleet.fails("d1", Outcome.KV_LOST, times=2)
     assert names(fleet.choose()) == ("p1", "d2")
     fleet.load("p1", uncomputed=9000)
     assert names(fleet.choose()) == ("p2", "d1")
@@ -334,35 +332,25 @@ def test_a_pair_that_loses_kv_is_separated_and_both_serve_others() -> None:
 
 
 def test_a_prefill_node_whose_kv_reaches_no_decode_node_is_skipped_while_there_is_another() -> None:
-    fleet = Fleet(*prefills("p1", "p2"), *decodes("d1"), settings=PlacementSettings(alone_tokens=0))
+    fleet = pairs_of("p1 p2", "d1")
     fleet.load("p2", uncomputed=4000)
-    for _ in range(2):
-        choice = fleet.place()
-        assert names(choice) == ("p1", "d1")
-        fleet.ended("d1", choice, Outcome.KV_LOST)
-        fleet.placer.over(choice.request.request_id)
+    fleet.fails("d1", Outcome.KV_LOST, times=2)
     assert names(fleet.choose()) == ("p2", "d1")
 
 
 def test_a_failed_kv_transfer_counts_against_no_node() -> None:
-    fleet = Fleet(*prefills("p1"), *decodes("d1"), settings=PlacementSettings(alone_tokens=0))
+    fleet = pairs_of("p1", "d1")
     for _ in range(5):
         choice = fleet.place()
         key = AttemptKey(choice.request.request_id, choice.attempt)
         lost = RequestDelta(key, outcome=Outcome.ERROR, error="lost", transfer_cause=TransferCause.LEASE_LOST)
         fleet.report("d1", StepReport([lost], LoadReport()))
         fleet.placer.over(choice.request.request_id)
-    opened = {
-        figure.labels["of"]: figure.value
-        for figure in fleet.placer.figures(fleet.now)
-        if isinstance(figure, Figure) and "breakers_open" in figure.name
-    }
-    assert opened == {"node": 0, "pair": 1}
+    assert fleet.open_breakers() == {"node": 0, "pair": 1}
 
 
 def test_a_node_that_dies_repeatedly_is_skipped_over_its_incarnations() -> None:
-    settings = PlacementSettings(alone_tokens=0)
-    fleet = Fleet(*prefills("p1", "p2"), *decodes("d1"), settings=settings)
+    fleet = pairs_of("p1 p2", "d1")
     fleet.load("p2", uncomputed=4000)
     for run in range(1, 4):
         choice = fleet.place()
@@ -377,7 +365,7 @@ def test_a_node_that_dies_repeatedly_is_skipped_over_its_incarnations() -> None:
 
 
 def test_the_share_of_a_new_node_grows() -> None:
-    fleet = Fleet(*prefills("p1", "p2"), *decodes("d1"), settings=PlacementSettings(alone_tokens=0))
+    fleet = pairs_of("p1 p2", "d1")
     late = big(prefill("p3"))
     fleet.view.registered([record_of(node) for node in (*prefills("p1", "p2"), *decodes("d1"), late)])
     fleet.attach([late], fleet.now)
@@ -440,7 +428,7 @@ def test_a_wrong_prediction_for_the_best_choice_is_no_regret() -> None:
 
 
 def test_adopted_requests_count_like_own_ones() -> None:
-    fleet = Fleet(*prefills("p1", "p2"), *decodes("d1"), settings=PlacementSettings(alone_tokens=0))
+    fleet = pairs_of("p1 p2", "d1")
     fleet.load("p2", uncomputed=4000)
     for number in range(3):
         theirs = fleet.choose()
@@ -475,13 +463,6 @@ def test_a_router_is_ready_if_its_nodes_can_serve_as_required() -> None:
     assert why(prefill(capabilities=speech), decode(capabilities=speech)) == ""
     assert why(prefill(capabilities=speech)) == "no decode node is left, and disaggregation is required"
     assert why(prefill(capabilities=frozenset((Capability.SCORE,)))) == "", "vectors need no decode node"
-
-
-def test_a_gap_in_cache_updates_requests_a_snapshot() -> None:
-    fleet = Fleet(*prefills("p1"), *decodes("d1"))
-    fleet.has_cached("p1", range(64))
-    assert fleet.report("p1", StepReport((), LoadReport(), KVCacheUpdate(3, 4, ())))
-    assert not fleet.report("p1", StepReport((), LoadReport(), KVCacheUpdate(4, 5, ())))
 
 
 def test_nothing_is_kept_of_ended_requests() -> None:

@@ -29,13 +29,14 @@ ROWS = random_rows(5, 8, seed=1)
 MOST = 4096
 
 
-def encode(text: str) -> list[int]:
-    return [ord(letter) % 100 for letter in text]
+class Codec(FakeTokenizer):
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) % 100 for letter in text]
 
 
 def check(prompt: Any, *embeds: PromptEmbeds, card: ModelCard = CARD, most: int = MOST, **fields: Any) -> ValidRequest:
     raw = GenerateRequest(prompt, prompt_embeds=embeds, **fields)
-    return validate(raw, card, encode, Random(3), max_prompt_embeds=most)
+    return validate(raw, card, Codec(), Random(3), max_prompt_embeds=most)
 
 
 def embeds(rows: torch.Tensor = ROWS, start: int | None = None) -> PromptEmbeds:
@@ -76,7 +77,7 @@ def test_rows_are_no_context_of_a_text() -> None:
     tokenizer = FakeTokenizer(drops_blank=True)
 
     def context(raw: GenerateRequest, card: ModelCard = CARD) -> Sequence[int]:
-        found = validate(raw, card, None, Random(3), None, MOST, None, tokenizer.context_of)
+        found = validate(raw, card, tokenizer, Random(3), MOST)
         assert found.without_prompt().context_tokens == found.context_tokens
         return found.context_tokens
 

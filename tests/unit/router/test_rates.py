@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
@@ -42,8 +43,20 @@ class SyntheticNode:
         return self.step(0, sequences, sequences * self._rng.randrange(50, 1500))
 
 
+def learn(learner: StepLearner, steps: Callable[[], StepFigures], count: int = 600) -> StepRates:
+    """Let a learner observe so many steps, and return what it has learnt."""
+    for _ in range(count):
+        learner.observe(steps())
+    return learner.rates
+
+
 def step_ms(rates: StepRates, tokens: int, sequences: int, context: int) -> float:
     return rates.overhead_ms(sequences, context) + rates.token_ms * tokens
+
+
+def faster(rates: StepRates, times: float) -> StepRates:
+    parts = (rates.step_ms, rates.token_ms, rates.sequence_ms, rates.context_ms)
+    return StepRates(*(part / times for part in parts))
 
 
 def worst_error(learnt: StepRates, true: StepRates) -> float:
@@ -55,19 +68,13 @@ def worst_error(learnt: StepRates, true: StepRates) -> float:
 @pytest.mark.parametrize("true", [CPU, GPU], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_nodes_rates_are_estimated_despite_outliers(true: StepRates, seed: int) -> None:
-    node, learner = SyntheticNode(true, seed), StepLearner()
-    for _ in range(600):
-        learner.observe(node.any_step())
-    assert worst_error(learner.rates, true) < 0.1
+    assert worst_error(learn(StepLearner(), SyntheticNode(true, seed).any_step), true) < 0.1
 
 
 def test_a_node_that_slows_down_is_noticed() -> None:
-    slow = StepRates(*(3 * rate for rate in (CPU.step_ms, CPU.token_ms, CPU.sequence_ms, CPU.context_ms)))
-    learner = StepLearner()
+    slow, learner = faster(CPU, 1 / 3), StepLearner()
     for rates in (CPU, slow):
-        node = SyntheticNode(rates)
-        for _ in range(2000):
-            learner.observe(node.any_step())
+        learn(learner, SyntheticNode(rates).any_step, 2000)
     assert worst_error(learner.rates, slow) < 0.15
 
 
@@ -85,18 +92,15 @@ class DraftingNode(SyntheticNode):
 
 
 def test_a_drafting_node_has_more_rows_and_more_tokens_in_a_step() -> None:
-    node, learner = DraftingNode(CPU, right=3), StepLearner()
-    for _ in range(600):
-        learner.observe(node.any_step())
-    rates = learner.rates
+    learner = StepLearner()
+    rates = learn(learner, DraftingNode(CPU, right=3).any_step)
     assert (rates.rows, rates.tokens) == (pytest.approx(5.0, rel=0.01), pytest.approx(4.0, rel=0.01))
     for sequences in (1, 8, 20):
         true_ms = CPU.overhead_ms(5 * sequences, 500 * sequences)
         assert rates.overhead_ms(sequences, 500 * sequences) == pytest.approx(true_ms, rel=0.1)
-    other = DraftingNode(CPU, right=0)
-    for _ in range(3000):
-        learner.observe(other.any_step())
-    assert learner.rates.tokens == pytest.approx(1.0, abs=0.02), "its texts have changed"
+    assert learn(learner, DraftingNode(CPU, right=0).any_step, 3000).tokens == pytest.approx(1.0, abs=0.02), (
+        "its texts have changed"
+    )
 
 
 def test_nodes_without_drafts_have_exactly_one_row_and_token() -> None:
@@ -124,9 +128,8 @@ def test_drafts_of_a_node_are_its_own_until_it_is_unused_for_long() -> None:
 
 
 def test_a_node_that_computes_prompts_for_long_keeps_its_rows() -> None:
-    learner, node = StepLearner(StepRates(3.0, 0.4, 0.8, 2e-4, rows=5.0, tokens=3.0)), SyntheticNode(CPU)
-    for _ in range(3000):
-        learner.observe(node.prefill_step())
+    learner = StepLearner(StepRates(3.0, 0.4, 0.8, 2e-4, rows=5.0, tokens=3.0))
+    learn(learner, SyntheticNode(CPU).prefill_step, 3000)
     assert (learner.rates.rows, learner.rates.tokens) == (5.0, 3.0)
     # Drafts of no sequence are no figures of a node.
     learner.observe(StepFigures(5.0, 0, 0, 0, 1, 2**32 - 1, 2**32 - 1))
@@ -135,10 +138,8 @@ def test_a_node_that_computes_prompts_for_long_keeps_its_rows() -> None:
 
 def test_rates_that_no_step_measures_stay_unchanged() -> None:
     node, learner = SyntheticNode(CPU), StepLearner()
-    for _ in range(600):
-        learner.observe(node.any_step())
-    for _ in range(5000):
-        learner.observe(node.decode_step())
+    learn(learner, node.any_step)
+    learn(learner, node.decode_step, 5000)
     assert learner.rates.token_ms == pytest.approx(CPU.token_ms, rel=0.15)
     assert worst_error(learner.rates, CPU) < 0.15
 
@@ -165,10 +166,9 @@ def test_a_new_node_starts_with_the_average_rates_and_learns_quickly() -> None:
     assert worst_error(fleet.steps("new", 0), CPU) < 0.1
     # A decode node knows from the others what computing a prompt would cost it.
     assert fleet.steps("decode", 0).token_ms == pytest.approx(CPU.token_ms, rel=0.5)
-    half = StepRates(CPU.step_ms / 2, CPU.token_ms / 2, CPU.sequence_ms / 2, CPU.context_ms / 2)
-    faster = SyntheticNode(half)
+    quick = SyntheticNode(faster(CPU, 2))
     for _ in range(12):
-        fleet.add_step("new", faster.prefill_step(), 0)
+        fleet.add_step("new", quick.prefill_step(), 0)
     assert fleet.steps("new", 0).token_ms < 0.7 * CPU.token_ms
     fleet.forget("new")
     assert fleet.steps("new", 0).token_ms > 0.8 * CPU.token_ms
@@ -193,11 +193,6 @@ def test_the_rates_of_an_unused_slow_node_return_to_those_of_the_fleet() -> None
     for _ in range(128):
         fleet.add_step("slow", slow.prefill_step(), 40)
     assert fleet.steps("slow", 40).token_ms > 5 * CPU.token_ms
-
-
-def faster(rates: StepRates, times: float) -> StepRates:
-    parts = (rates.step_ms, rates.token_ms, rates.sequence_ms, rates.context_ms)
-    return StepRates(*(part / times for part in parts))
 
 
 def test_nodes_of_each_shape_have_rates_of_their_own() -> None:

@@ -45,9 +45,7 @@ async def test_the_row_of_a_request_follows_its_states() -> None:
 
 async def test_waiting_requests_have_no_node_and_the_latest_comes_first() -> None:
     async with router_rig() as rig:
-        readers = [rig.ask(request_id=name) for name in "ab"]
-        for reader in readers:
-            await reader.wait_until_accepted()
+        readers = [await rig.accepted(request_id=name) for name in "ab"]
         found = rows(rig)
         assert [(row.request_id, row.state, row.decode_node) for row in found] == [
             ("b", "Waiting", ""),

@@ -58,14 +58,22 @@ class Got:
     ends: set[tuple[str, int | str | None, int]] = field(default_factory=set)
 
 
-def collect(events: Sequence[GenerateEvent]) -> tuple[dict[int, Got], list[int]]:
-    """Return the answer that the events add up to, and the position after each event."""
-    found: dict[int, Got] = {}
-    positions: dict[int, int] = {}
+Answers = dict[int, Got]
+"""What a client has of each sequence, by its index."""
+
+
+def collect(
+    events: Sequence[GenerateEvent], had: Answers | None = None, positions: Sequence[int] = ()
+) -> tuple[Answers, list[int]]:
+    """Return the answer that the events add up to, and the positions after them.
+
+    `had`: what the client has of them already, up to these positions.
+    """
+    found, at = had or {}, dict(enumerate(positions))
     for event in events:
         if isinstance(event, Chunk):
-            assert event.first_index == positions.get(event.sequence_index, 0)
-            positions[event.sequence_index] = event.next_position
+            assert event.first_index == at.get(event.sequence_index, 0), "missing, or repeated"
+            at[event.sequence_index] = event.next_position
             got = found.setdefault(event.sequence_index, Got())
             got.token_ids += event.token_ids
             got.text += event.text
@@ -73,7 +81,7 @@ def collect(events: Sequence[GenerateEvent]) -> tuple[dict[int, Got], list[int]]
         elif isinstance(event, SequenceFinished):
             got = found.setdefault(event.sequence_index, Got())
             got.ends.add((event.finish_reason, event.stop_reason, event.completion_tokens))
-    return found, [positions.get(index, 0) for index in range(1 + max(positions, default=0))]
+    return found, [at.get(index, 0) for index in range(1 + max(at, default=0))]
 
 
 class Script:
@@ -135,25 +143,8 @@ def test_an_answer_cut_at_any_position_is_continued_completely(
     for cut in range(len(events) + 1):
         had, positions = collect(events[:cut])
         rest = script.play(ResumedAnswer(PairCodec(), request, positions), rng, rng.choice([1, 2, 5]))
-        assert merge(had, positions, rest) == whole
+        assert collect(rest, had, positions)[0] == whole
     assert all(isinstance(e, SequenceFinished) for e in script.play(ResumedAnswer(PairCodec(), request, end), rng, 2))
-
-
-def merge(had: dict[int, Got], positions: list[int], rest: Sequence[GenerateEvent]) -> dict[int, Got]:
-    """Return the client's answer after resuming."""
-    at = dict(enumerate(positions))
-    for event in rest:
-        if isinstance(event, Chunk):
-            assert event.first_index == at.get(event.sequence_index, 0), "missing, or repeated"
-            at[event.sequence_index] = event.next_position
-            got = had.setdefault(event.sequence_index, Got())
-            got.token_ids += event.token_ids
-            got.text += event.text
-            got.logprobs += event.logprobs
-        elif isinstance(event, SequenceFinished):
-            got = had.setdefault(event.sequence_index, Got())
-            got.ends.add((event.finish_reason, event.stop_reason, event.completion_tokens))
-    return had
 
 
 @pytest.mark.parametrize("position", range(8))
@@ -169,7 +160,7 @@ def test_the_best_of_several_can_be_continued_at_any_token(position: int) -> Non
     # Two tokens make a piece, and the last one comes with the rest.
     done = position - position % 2
     had = {0: Got(whole[0].token_ids[:position], whole[0].text[:done])}
-    assert merge(had, [position], rest) == whole
+    assert collect(rest, had, [position])[0] == whole
 
 
 @settings(max_examples=100)
@@ -188,11 +179,8 @@ def test_a_live_answer_is_replayed_from_any_position(seed: int, stops: list[str]
         events += answer.push(EmitTokens(cut, tuple(output[cut:]), (), False))
     events += answer.finish(Finish("length", None, StageTimings(), Path("", "", 1, "")))
     whole = Script(request, [output], stop_token=False, logprobs=False).play(Answer(PairCodec(), request), rng, 1)
-    assert merge({}, [position], events) == merge({}, [position], [e for e in whole if is_behind(e, position)])
-
-
-def is_behind(event: GenerateEvent, position: int) -> bool:
-    return not isinstance(event, Chunk) or event.next_position > position
+    behind = [event for event in whole if not isinstance(event, Chunk) or event.next_position > position]
+    assert collect(events, None, [position])[0] == collect(behind, None, [position])[0]
 
 
 @settings(max_examples=100)

@@ -101,8 +101,7 @@ async def test_a_client_gets_the_priority_that_its_key_or_the_router_allows(
         reader = Reader(events)
         submit = await rig.next_submit("d1")
         assert submit.spec.priority == given
-        rig.report("d1", submit.attempt, 0, "ab", Outcome.LENGTH)
-        await reader.finished()
+        await rig.end(reader, "d1", submit.attempt, 0, "ab")
 
 
 async def test_another_tenants_request_is_not_found() -> None:

@@ -10,7 +10,7 @@ import pytest
 from baton.engine.batch import EngineCoreEvent, EngineCoreEventType
 from baton.messages.generation import ModelCard
 from baton.messages.ids import AttemptKey
-from baton.messages.node import Leg, Outcome, Submit
+from baton.messages.node import Leg, Submit
 from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.node.attempts.attempt_times import AttemptClock, AttemptSpans, Stage, stages
@@ -118,8 +118,7 @@ async def test_every_attempt_gets_the_routers_span_as_parent() -> None:
         second = await rig.next_submit("p2")
         assert second.attempt.attempt == 2
         rig.timers.advance(0.5)
-        rig.report("p2", second.attempt, 0, "a", Outcome.LENGTH)
-        await reader.finished()
+        await rig.end(reader, "p2", second.attempt, 0, "a")
     root, *stages_of_it = tracer.spans
     assert (root.name, root.parent, root.trace_id) == ("generate", PARENT, PARENT.split("-")[1])
     assert first.traceparent == second.traceparent == root.traceparent

@@ -14,19 +14,30 @@ from baton.messages.generation import GenerateRequest, ModelCard
 from baton.messages.pooling import Pooling, PoolingParams, PoolingRequest
 from baton.messages.sampling import Constraint, RepetitionDetection, SamplingDefaults, SamplingParams
 from baton.model_formats.encoder_decoders import EncoderDecoder
+from baton.text.detokenizer import TextCodec
 from router.admission.request import ValidRequest
 from router.admission.sampling import longest_answer
 from router.admission.validation import validate
+from tests.doubles.fake_tokenizer import FakeTokenizer
 
 CARD = ModelCard("demo", max_model_len=32, vocab_size=100)
 
 
-def encode(text: str) -> list[int]:
-    return [ord(letter) % 100 for letter in text.strip("-")]
+class Codec(FakeTokenizer):
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) % 100 for letter in text.strip("-")]
+
+
+CODEC = Codec()
 
 
 def check(prompt: Any = (1, 2, 3), **fields: Any) -> ValidRequest:
-    return validate(GenerateRequest(prompt, **fields), CARD, encode, Random(3))
+    return check_for(CARD, CODEC, prompt, **fields)
+
+
+def check_for(card: ModelCard, by: TextCodec | None = CODEC, /, prompt: Any = (1, 2, 3), **fields: Any) -> ValidRequest:
+    """`by`: what tokenizes texts."""
+    return validate(GenerateRequest(prompt, **fields), card, by, Random(3))
 
 
 def test_fields_that_are_not_set_have_their_defaults() -> None:
@@ -68,8 +79,7 @@ def test_what_a_decoder_can_have_is_bounded_by_its_tokens_and_the_served_length(
     audio = b"12" if source.source == "speech" else b""
 
     def checked(max_tokens: int) -> int:
-        request = GenerateRequest([5] * prompt, max_tokens=max_tokens, audio=audio)
-        return validate(request, card, encode, Random(1)).sampling_params.max_tokens
+        return check_for(card, prompt=[5] * prompt, max_tokens=max_tokens, audio=audio).sampling_params.max_tokens
 
     assert longest_answer(card, prompt) == max(1, left)
     if left:
@@ -133,17 +143,17 @@ def test_a_json_schema_is_validated() -> None:
     valid = check(json_schema="{}", ignore_eos=False, min_tokens=0, n=2, stop=["}"], logit_bias={1: 1.0})
     assert (valid.sampling_params.json_schema, valid.sampling_params.has_grammar) == ("{}", True)
     endless = ModelCard("demo", 32, 100, has_end=False)
-    assert validate(GenerateRequest([1]), endless, encode, Random(1)).sampling_params.json_schema == ""
+    assert check_for(endless).sampling_params.json_schema == ""
     with pytest.raises(InvalidRequest, match="json_schema: demo has no end-of-sequence token"):
-        validate(GenerateRequest([1], json_schema="{}"), endless, encode, Random(1))
+        check_for(endless, json_schema="{}")
 
 
 def test_keys_that_a_schema_does_not_list_are_forbidden_unless_the_operator_allows_them() -> None:
-    request = GenerateRequest([1], json_schema='{"properties": {"a": {}}}')
-    closed = validate(request, CARD, encode, Random(1)).sampling_params.json_schema
+    schema = '{"properties": {"a": {}}}'
+    closed = check(json_schema=schema).sampling_params.json_schema
     assert closed == '{"properties":{"a":{}},"additionalProperties":false}'
-    as_sent = validate(request, replace(CARD, permits_extra_keys=True), encode, Random(1)).sampling_params.json_schema
-    assert as_sent == request.json_schema
+    permitting = replace(CARD, permits_extra_keys=True)
+    assert check_for(permitting, json_schema=schema).sampling_params.json_schema == schema
 
 
 def test_n_and_best_of_are_validated() -> None:
@@ -162,7 +172,7 @@ def test_the_whole_output_of_many_sequences_is_bounded() -> None:
     card = replace(CARD, max_model_len=1 << 17)
 
     def checked(**fields: Any) -> SamplingParams:
-        return validate(GenerateRequest([1], **fields), card, encode, Random(1)).sampling_params
+        return check_for(card, prompt=[1], **fields).sampling_params
 
     assert checked(n=128, max_tokens=1 << 14).n == 128
     assert checked(n=128).max_tokens == 16
@@ -309,11 +319,12 @@ def test_a_value_out_of_bounds_is_refused_with_its_field(field: str, fields: dic
 
 
 def test_bad_words_are_tokenized_with_and_without_a_space_and_without_special_tokens() -> None:
-    def part(text: str) -> list[int]:
-        return [{" ": 1, "a": 2, "b": 3}.get(letter, 100) for letter in text]
+    class Words(FakeTokenizer):
+        def encode_rendered(self, text: str) -> list[int]:
+            return [{" ": 1, "a": 2, "b": 3}.get(letter, 100) for letter in text]
 
     request = GenerateRequest([1], bad_words=["ab", " ab", "b", "outside"])
-    valid = validate(request, CARD, encode, Random(1), encode_part=part)
+    valid = validate(request, CARD, Words(), Random(1))
     assert valid.sampling_params.bad_words_token_ids == ((2, 3), (1, 2, 3), (3,), (1, 3))
 
 
@@ -321,43 +332,36 @@ def test_log_probabilities_of_a_prompt_are_bounded() -> None:
     card = ModelCard("demo", 2**20, 100)
     for count, length in ((0, 2**17), (2, 2**16)):
         prompt = [1] * length
-        assert validate(GenerateRequest(prompt, prompt_logprobs=count), card, encode, Random(1)).num_prompt_tokens
+        assert check_for(card, prompt=prompt, prompt_logprobs=count).num_prompt_tokens
         with pytest.raises(InvalidRequest, match=f"prompt_logprobs: of {length + 1} tokens .* at most 262144 are"):
-            validate(GenerateRequest([*prompt, 1], prompt_logprobs=count), card, encode, Random(1))
+            check_for(card, prompt=[*prompt, 1], prompt_logprobs=count)
 
 
 def test_too_many_logit_biases_are_refused() -> None:
-    card = ModelCard("demo", 32, 1000)
     with pytest.raises(InvalidRequest, match="logit_bias: has 301 entries"):
-        validate(GenerateRequest([1], logit_bias=dict.fromkeys(range(301), 0.0)), card, encode, Random(1))
+        check_for(ModelCard("demo", 32, 1000), logit_bias=dict.fromkeys(range(301), 0.0))
 
 
 def test_without_a_tokenizer_only_token_ids_are_accepted() -> None:
-    assert validate(GenerateRequest([1]), CARD, None, Random(1)).prompt_token_ids == (1,)
-    bad: dict[str, dict[str, Any]] = {
-        "prompt": {"prompt": "text"},
-        "stop": {"prompt": [1], "stop": ["x"]},
-        "bad_words": {"prompt": [1], "bad_words": ["x"]},
-        "json_schema": {"prompt": [1], "json_schema": "{}"},
-    }
-    for field, fields in bad.items():
+    assert check_for(CARD, None, [1]).prompt_token_ids == (1,)
+    texts: dict[str, Any] = {"prompt": "text", "stop": ["x"], "bad_words": ["x"], "json_schema": "{}"}
+    for field, value in texts.items():
         with pytest.raises(InvalidRequest, match=f"{field}: this model is served without a tokenizer"):
-            validate(GenerateRequest(**fields), CARD, None, Random(1))
+            check_for(CARD, None, **{field: value})
 
 
 def test_the_models_own_values_fill_in_what_a_request_leaves_unset() -> None:
     own = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=40, min_p=0.05, repetition_penalty=1.1)
     card = replace(CARD, defaults=own)
-    filled = validate(GenerateRequest([1]), card, encode, Random(1)).sampling_params
+    filled = check_for(card).sampling_params
     assert (filled.temperature, filled.top_p, filled.top_k) == (0.6, 0.9, 40)
     assert (filled.min_p, filled.repetition_penalty) == (0.05, 1.1)
-    said = GenerateRequest([1], temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0)
-    explicit = validate(said, card, encode, Random(1)).sampling_params
+    said: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    explicit = check_for(card, **said).sampling_params
     assert (explicit.temperature, explicit.top_p, explicit.top_k) == (0.0, 1.0, -1)
     assert (explicit.min_p, explicit.repetition_penalty) == (0.0, 1.0)
-    small = replace(card, vocab_size=30)
-    assert validate(GenerateRequest([1]), small, encode, Random(1)).sampling_params.top_k == 30
-    beams = validate(GenerateRequest([1], beam_width=2), card, encode, Random(1)).sampling_params
+    assert check_for(replace(card, vocab_size=30)).sampling_params.top_k == 30
+    beams = check_for(card, beam_width=2).sampling_params
     assert (beams.temperature, beams.repetition_penalty) == (0.0, 1.0), "a beam search samples nothing"
 
 
@@ -368,7 +372,7 @@ def test_a_transcript_to_align_lies_behind_its_recording() -> None:
     align = PoolingRequest(Pooling.ALIGN, second_start=2, num_rows=20)
 
     def read(card: ModelCard, num_tokens: int) -> ValidRequest:
-        return validate(GenerateRequest([9] * num_tokens, audio=bytes(64), pooling=align), card, None, Random(1))
+        return check_for(card, None, [9] * num_tokens, audio=bytes(64), pooling=align)
 
     found = read(card, 100)
     assert found.prompt_token_ids == (0,) * 64 + (9,) * 100

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -19,12 +18,6 @@ from tests.support import reference_operations as reference
 ISAS = kernels.available().isas
 ROWS = 21
 SLOTS = torch.tensor([-1, 0, 0, 0, 0, 0, 1, -1, 2, 1, 1, 2, 3, 0, 1, 2, -1, -1, 0, 0, 0], dtype=torch.int32)
-
-
-@pytest.fixture(autouse=True)
-def _restore_isa() -> Iterator[None]:
-    yield
-    kernels.use_isa(None)
 
 
 def adapters_for(k: int, outputs: tuple[int, ...], seed: int = 0) -> list[list[LowRank] | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,15 @@ import torch
 from baton.errors import ConfigError
 from baton.runner.against_transformers import UnverifiedModel
 from baton.runner.backends.quantized_weight import QuantizedWeight
-from baton.runner.loading import load_runner
 from baton.runner.model.attention import UnsupportedAttention
-from baton.runner.model.random_model import write_random_model
 from baton.runner.model.stored import held
 from baton.runner.model.stored.held import dequantized_on_file
 from baton.runner.model.stored.layers import StoredEmbedding
 from baton.runner.model.stored.quantize import quantized
 from baton.runner.model.stored.weight import StoredWeight
-from baton.runner.spec import TorchSpec
 from tests.doubles.fake_rank_group import FakeRankGroup
-from tests.support.load_with import load_with
-from tests.support.tiny_models import TINY_MODELS
-
-_SHAPE = {name: value for name, value in TINY_MODELS["llama"].items() if name != "model_type"}
+from tests.doubles.fake_stages import FakeStages
+from tests.support.load_with import load_tiny
 
 
 def _attention_wrapped(wrap: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
@@ -104,30 +100,26 @@ def test_a_model_that_would_be_computed_wrongly_is_refused_by_what_is_wrong(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model_type, alter, kind, reason = WRONG[name]
-    write_random_model(tmp_path, {**_SHAPE, "num_hidden_layers": 2, "model_type": model_type}, seed=1)
     alter(monkeypatch)
     with pytest.raises(kind, match=re.escape(reason)):
-        load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=16))
+        load_tiny(tmp_path, "llama", seed=1, config={"num_hidden_layers": 2, "model_type": model_type})
 
 
 @pytest.mark.parametrize("name", ["scores used", "shared parameter"])
 def test_rounding_in_a_cache_hides_no_wrong_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_random_model(tmp_path, {**_SHAPE, "num_hidden_layers": 2, "model_type": "llama"}, seed=1)
     WRONG[name][1](monkeypatch)
     with pytest.raises(UnverifiedModel, match="differ from those of transformers typically"):
-        load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=16, cache_dtype="fp8"))
+        load_tiny(tmp_path, "llama", seed=1, config={"num_hidden_layers": 2}, cache_dtype="fp8")
 
 
 def test_a_mixture_in_which_rounding_chooses_other_experts_is_verified(tmp_path: Path) -> None:
     """Of this model only some copies with noise choose others for an early token."""
-    write_random_model(tmp_path, TINY_MODELS["gpt_oss"], seed=3)
-    assert load_runner(TorchSpec(tmp_path, dtype="bfloat16", num_blocks=16)).model.is_verified
+    assert load_tiny(tmp_path, "gpt_oss", seed=3, dtype="bfloat16").model.is_verified
 
 
 def test_an_unverified_model_is_served_on_demand_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_random_model(tmp_path, TINY_MODELS["llama"], seed=1)
     _shared_parameter(monkeypatch)
-    model = load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=16, allow_unverified=True)).model
+    model = load_tiny(tmp_path, "llama", seed=1, allow_unverified=True).model
     assert (model.is_verified, model.bit_exact) == (False, True)
     assert model.why_unverified == "not compared: --allow-unverified"
 
@@ -143,9 +135,8 @@ def test_the_check_does_not_quantise_a_weight_again(
         return quantized(weight, bits)
 
     monkeypatch.setattr(held, "quantized", counted)
-    # Tied, so that the embedding and the head are one weight.
-    write_random_model(tmp_path, {**TINY_MODELS[architecture], "tie_word_embeddings": True}, seed=1)
-    assert load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=16, quantization="int4")).model.is_verified
+    tied = {"tie_word_embeddings": True}  # so that the embedding and the head are one weight
+    assert load_tiny(tmp_path, architecture, seed=1, config=tied, quantization="int4").model.is_verified
     assert len(made) == len(set(made))
 
 
@@ -156,8 +147,7 @@ def test_the_check_does_not_quantise_a_weight_again(
 def test_as_many_tokens_are_compared_as_a_small_cache_holds(
     architecture: str, num_blocks: int, why_not: str, tmp_path: Path
 ) -> None:
-    write_random_model(tmp_path, TINY_MODELS[architecture], seed=1)
-    model = load_runner(TorchSpec(tmp_path, dtype="float32", block_size=4, num_blocks=num_blocks)).model
+    model = load_tiny(tmp_path, architecture, seed=1, block_size=4, num_blocks=num_blocks).model
     assert model.is_verified == (not why_not)
     assert model.why_unverified.startswith(why_not)
 
@@ -166,10 +156,9 @@ def test_as_many_tokens_are_compared_as_a_small_cache_holds(
 def test_a_step_that_fails_with_weights_that_transformers_computes_with_is_the_architectures(
     divided: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_random_model(tmp_path, TINY_MODELS["llama"], seed=1)
     _attention_wrapped(_scores_needed)(monkeypatch)
     with pytest.raises(UnsupportedAttention, match="transformers computes with its weights, but its architecture"):
-        load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=16, **divided), start_ranks=FakeRankGroup)
+        load_tiny(tmp_path, "llama", seed=1, start_ranks=FakeRankGroup, start_stages=FakeStages.start, **divided)
 
 
 def test_an_embedding_reads_a_weight_once_where_some_rows_take_as_long_as_all() -> None:
@@ -197,16 +186,16 @@ def test_an_embedding_reads_a_weight_once_where_some_rows_take_as_long_as_all() 
 def test_a_model_that_is_computed_rightly_is_verified(
     architecture: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    write_random_model(tmp_path, TINY_MODELS[architecture], seed=1)
-    assert load_runner(TorchSpec(tmp_path, num_blocks=16, **settings)).model.is_verified
+    assert load_tiny(tmp_path, architecture, seed=1, **settings).model.is_verified
 
 
 @pytest.mark.parametrize("divided", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
 def test_a_divided_model_with_quantised_experts_is_verified(divided: dict[str, Any], tmp_path: Path) -> None:
-    write_random_model(tmp_path, TINY_MODELS["gpt_oss"], seed=1)
-    settings: dict[str, Any] = {"dtype": "float32", "quantization": "int4", "start_ranks": FakeRankGroup}
-    runner = load_with(tmp_path, num_blocks=16, **settings, **divided)
-    try:
+    how: dict[str, Any] = {
+        "quantization": "int4",
+        "start_ranks": FakeRankGroup,
+        "start_stages": FakeStages.start,
+        **divided,
+    }
+    with closing(load_tiny(tmp_path, "gpt_oss", seed=1, **how)) as runner:
         assert runner.model.is_verified
-    finally:
-        runner.close()

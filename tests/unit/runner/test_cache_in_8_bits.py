@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -26,12 +25,6 @@ ROWS = (torch.float32, torch.bfloat16)
 ISAS = kernels.available().isas
 BLOCKS, HEADS, KV_HEADS, SIZE = 24, 6, 2, 16
 KEY_DIM, VALUE_DIM = 40, 24
-
-
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    yield
-    kernels.use_isa(None)
 
 
 def _cache(dtype: torch.dtype, key_dim: int = KEY_DIM, value_dim: int = VALUE_DIM) -> CacheView:

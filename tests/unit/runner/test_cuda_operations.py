@@ -19,16 +19,15 @@ from baton.runner import TorchSpec, load
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU, resolve_device
-from baton.runner.backends.operations import Operations
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.torch_operations import TorchOperations
-from baton.runner.loading import load_runner
 from baton.runner.model.decode_graphs import DecodeGraphs
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import Transformer
 from baton.runner.model_runner import TorchModelRunner
 from tests.doubles.fake_attention import fake_paged_attention
 from tests.doubles.fake_graph import FakeRecorder
+from tests.support.load_with import load_as_on_a_gpu, load_tiny, load_with
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
 
@@ -60,6 +59,13 @@ WAYS: Mapping[Callable[..., torch.Tensor], ComputePath] = {
 }
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    write_random_model(directory, TINY_MODELS["llama"], 0)
+    return directory
+
+
 def tokens_of(runner: TorchModelRunner) -> dict[str, list[int]]:
     driver = RunnerDriver(runner)
     for name, prompt in PROMPTS.items():
@@ -81,13 +87,9 @@ def test_biases_of_distances_are_added_the_plain_way() -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "deepseek_v3", "gpt_oss"])
 def test_every_way_of_attention_gives_the_same_tokens(tmp_path: Path, architecture: str) -> None:
-    write_random_model(tmp_path, TINY_MODELS[architecture], 0)
-    plain: Operations = TorchOperations(1)
-    expected = tokens_of(load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=64), operations=plain))
+    expected = tokens_of(load_tiny(tmp_path, architecture, operations=TorchOperations(1)))
     for attend, path in WAYS.items() if architecture == "gpt_oss" else ((fake_paged_attention, BY_TRITON),):
-        runner = load_runner(
-            TorchSpec(tmp_path, dtype="float32", num_blocks=64), operations=CudaOperations(CPU, attend)
-        )
+        runner = load_as_on_a_gpu(tmp_path, attend)
         assert runner.model.bit_exact
         assert tokens_of(runner) == expected
         assert path in runner.model.compute_paths
@@ -96,8 +98,7 @@ def test_every_way_of_attention_gives_the_same_tokens(tmp_path: Path, architectu
 def test_without_triton_attention_is_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "baton.runner.backends.cuda.triton_attention", raising=False)
-    write_random_model(tmp_path, TINY_MODELS["llama"], 0)
-    runner = load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=64), operations=CudaOperations(CPU))
+    runner = load_tiny(tmp_path, "llama", operations=CudaOperations(CPU))
     (path,) = (path for path in runner.model.compute_paths if path.part == "attention")
     assert path.runs == "plain"
     assert "ModuleNotFoundError" in path.why_not_faster
@@ -112,11 +113,7 @@ def graphs_of(runner: TorchModelRunner) -> DecodeGraphs:
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3"])
 def test_decode_steps_that_are_replayed_give_the_same_tokens(tmp_path: Path, architecture: str) -> None:
     write_random_model(tmp_path, TINY_MODELS[architecture], 0)
-    expected = load_runner(
-        TorchSpec(tmp_path, dtype="float32", num_blocks=64), operations=CudaOperations(CPU, fake_paged_attention)
-    )
-    operations = CudaOperations(CPU, fake_paged_attention, FakeRecorder())
-    runner = load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=64), operations=operations)
+    expected, runner = load_as_on_a_gpu(tmp_path), load_as_on_a_gpu(tmp_path, record=FakeRecorder())
     graphs = graphs_of(runner)
     # The checks at start have compared them with a whole prompt (two sequences) and with transformers (one).
     assert runner.model.bit_exact
@@ -127,16 +124,9 @@ def test_decode_steps_that_are_replayed_give_the_same_tokens(tmp_path: Path, arc
     assert graphs.num_replays > 8
 
 
-def test_padding_and_old_buffer_content_change_no_tokens(tmp_path: Path) -> None:
+def test_padding_and_old_buffer_content_change_no_tokens(llama: Path) -> None:
     """Sequences of different lengths come and go, and buffers still have the content of earlier steps."""
-    write_random_model(tmp_path, TINY_MODELS["llama"], 0)
-    runner = load_runner(
-        TorchSpec(tmp_path, dtype="float32", num_blocks=64),
-        operations=CudaOperations(CPU, fake_paged_attention, FakeRecorder()),
-    )
-    alone = load_runner(
-        TorchSpec(tmp_path, dtype="float32", num_blocks=64), operations=CudaOperations(CPU, fake_paged_attention)
-    )
+    runner, alone = load_as_on_a_gpu(llama, record=FakeRecorder()), load_as_on_a_gpu(llama)
     prompts = [[(5 * i + 3 * j + 1) % 250 for j in range(1 + 7 * i)] for i in range(9)]
     outputs = []
     for place, prompt in enumerate(prompts):
@@ -154,10 +144,9 @@ def test_padding_and_old_buffer_content_change_no_tokens(tmp_path: Path) -> None
 
 
 def test_graphs_share_memory_and_results_are_copied_before_the_next_replay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The logits of all steps, of several sizes, are compared only after the last step."""
-    write_random_model(tmp_path, TINY_MODELS["llama"], 0)
     kept: list[list[npt.NDArray[np.float32]]] = []
     compute = Transformer.compute
 
@@ -168,8 +157,7 @@ def test_graphs_share_memory_and_results_are_copied_before_the_next_replay(
     monkeypatch.setattr(Transformer, "compute", keep)
     for record in (None, FakeRecorder()):
         kept.append([])
-        operations = CudaOperations(CPU, fake_paged_attention, record)
-        runner = load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=64), operations=operations)
+        runner = load_as_on_a_gpu(llama, record=record)
         driver = RunnerDriver(runner)
         for tokens, (name, prompt) in enumerate(PROMPTS.items(), start=2):
             driver.add(name, prompt, SamplingParams(temperature=0.0, max_tokens=tokens))
@@ -181,9 +169,8 @@ def test_graphs_share_memory_and_results_are_copied_before_the_next_replay(
         np.testing.assert_array_equal(one, other)
 
 
-def test_graphs_of_other_products_are_not_replayed(tmp_path: Path) -> None:
+def test_graphs_of_other_products_are_not_replayed(llama: Path) -> None:
     """The self check tries several numbers of rows, and a graph holds products of the number that it has seen."""
-    write_random_model(tmp_path, TINY_MODELS["llama"], 0)
     recorder, seen = FakeRecorder(), []
 
     class DependsOnTheBatch(CudaOperations):
@@ -196,18 +183,16 @@ def test_graphs_of_other_products_are_not_replayed(tmp_path: Path) -> None:
         return recorder(compute)
 
     operations = DependsOnTheBatch(CPU, fake_paged_attention, record)
-    runner = load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=64), operations=operations)
+    runner = load_with(llama, dtype="float32", num_blocks=64, operations=operations)
     assert runner.model.bit_exact
     # The last graph is of the single sequence that is compared with transformers.
     assert (seen, graphs_of(runner).sizes) == ([128, 256, 256], [1, 2])
 
 
-def test_a_lone_token_in_the_middle_of_a_prompt_is_no_decode(tmp_path: Path) -> None:
-    write_random_model(tmp_path, TINY_MODELS["llama"], 0)
+def test_a_lone_token_in_the_middle_of_a_prompt_is_no_decode(llama: Path) -> None:
     outputs = []
     for record in (None, FakeRecorder()):
-        operations = CudaOperations(CPU, fake_paged_attention, record)
-        driver = RunnerDriver(load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=64), operations=operations))
+        driver = RunnerDriver(load_as_on_a_gpu(llama, record=record))
         for name, prompt in {"slow": [9, 8, 7, 6, 5], "quick": [3]}.items():
             driver.add(name, prompt, SamplingParams(temperature=0.0, max_tokens=6))
         driver.finish(chunk=1)
@@ -215,28 +200,20 @@ def test_a_lone_token_in_the_middle_of_a_prompt_is_no_decode(tmp_path: Path) -> 
     assert outputs[0] == outputs[1]
 
 
-def test_steps_that_can_not_be_recorded_are_computed_without_graphs(tmp_path: Path) -> None:
-    write_random_model(tmp_path, TINY_MODELS["llama"], 0)
-
+def test_steps_that_can_not_be_recorded_are_computed_without_graphs(llama: Path) -> None:
     class Asking(CudaOperations):
         def store_kv(self, *arguments: Any) -> None:
             TorchOperations.store_kv(self, *arguments)  # selects by a mask
 
-    runner = load_runner(
-        TorchSpec(tmp_path, dtype="float32", num_blocks=64),
-        operations=Asking(CPU, fake_paged_attention, FakeRecorder()),
-    )
-    expected = load_runner(
-        TorchSpec(tmp_path, dtype="float32", num_blocks=64), operations=CudaOperations(CPU, fake_paged_attention)
-    )
-    assert tokens_of(runner) == tokens_of(expected)
+    operations = Asking(CPU, fake_paged_attention, FakeRecorder())
+    runner = load_with(llama, dtype="float32", num_blocks=64, operations=operations)
+    assert tokens_of(runner) == tokens_of(load_as_on_a_gpu(llama))
     assert (graphs_of(runner).sizes, graphs_of(runner).num_replays) == ([], 0)
 
 
-def test_steps_whose_layers_read_from_the_device_are_not_recorded(tmp_path: Path) -> None:
-    write_random_model(tmp_path, TINY_MODELS["llama"], 0)
+def test_steps_whose_layers_read_from_the_device_are_not_recorded(llama: Path) -> None:
     operations = CudaOperations(CPU, no_kernel, FakeRecorder())
-    runner = load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=64), operations=operations)
+    runner = load_with(llama, dtype="float32", num_blocks=64, operations=operations)
     tokens_of(runner)
     assert operations.ways == {"plain"}
     assert graphs_of(runner).sizes == []
@@ -253,11 +230,10 @@ def test_the_cpu_is_always_there() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_missing_gpu_is_refused_with_a_reason(tmp_path: Path) -> None:
-    write_random_model(tmp_path, TINY_MODELS["llama"], 0)
+def test_a_missing_gpu_is_refused_with_a_reason(llama: Path) -> None:
     assert resolve_device("auto") == CPU
     with pytest.raises(ConfigError, match="device 'cuda:1' is not available: torch finds no GPU; install"):
-        load(TorchSpec(tmp_path, num_blocks=8, device="cuda:1"))
+        load(TorchSpec(llama, num_blocks=8, device="cuda:1"))
 
 
 @pytest.mark.gpu
@@ -265,26 +241,23 @@ def test_a_missing_gpu_is_refused_with_a_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", TINY_MODELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_on_a_gpu(tmp_path: Path, architecture: str, dtype: str) -> None:
-    write_random_model(tmp_path, TINY_MODELS[architecture], 0)
-    runner = load_runner(TorchSpec(tmp_path, dtype=dtype, num_blocks=64, device="cuda"))
+    runner = load_tiny(tmp_path, architecture, dtype=dtype, device="cuda")
     assert (runner.memory.kind, runner.memory.device_id) == ("VRAM", 0)
     assert runner.model.bit_exact
     assert ComputePath("attention", "triton") in runner.model.compute_paths
     if dtype == "float32":
-        on_cpu = load_runner(TorchSpec(tmp_path, dtype=dtype, num_blocks=64))
-        assert tokens_of(runner) == tokens_of(on_cpu)
+        assert tokens_of(runner) == tokens_of(load_with(tmp_path, dtype=dtype, num_blocks=64))
     if architecture in ("llama", "qwen2", "qwen3", "mistral", "phi3"):
         assert graphs_of(runner).num_replays > 0
-    assert tokens_of(runner) == tokens_of(load_runner(TorchSpec(tmp_path, dtype=dtype, num_blocks=64, device="cuda")))
+    assert tokens_of(runner) == tokens_of(load_with(tmp_path, dtype=dtype, num_blocks=64, device="cuda"))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_nixl_registers_a_gpus_memory(tmp_path: Path) -> None:
+def test_nixl_registers_a_gpus_memory(llama: Path) -> None:
     from kv_transfer.backends.nixl import NixlBackend
 
-    write_random_model(tmp_path, TINY_MODELS["llama"], 0)
-    runner = load_runner(TorchSpec(tmp_path, dtype="bfloat16", num_blocks=64, device="cuda"))
+    runner = load_with(llama, dtype="bfloat16", num_blocks=64, device="cuda")
     backend = NixlBackend("gpu-node.run1", runner.memory)
     assert backend.agent_metadata()
     backend.close()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM
 
 from baton.config import NodeConfig
+from baton.engine.batch import EngineCoreOutput
+from baton.engine.core import EngineCore
 from baton.engine.request import Request
 from baton.errors import AdapterRefused, ConfigError, InvalidRequest
 from baton.messages.capabilities import Capability
@@ -186,32 +189,36 @@ def test_heads_that_align_are_checked(tmp_path: Path) -> None:
             alignment_heads(tmp_path, 3, 4)
 
 
-def test_inputs_that_can_not_be_encoded_are_refused(tmp_path: Path) -> None:
-    text, speech = loaded(tmp_path / "bart", "bart"), loaded(tmp_path / "whisper", "whisper")
-    assert text.model.capabilities == {Capability.GENERATE}
-    assert speech.model.capabilities == {Capability.TRANSCRIBE, Capability.ALIGN}
-    assert (text.model.most_source_rows, speech.model.most_source_rows) == (192, 64)
+def test_texts_that_can_not_be_encoded_are_refused(tmp_path: Path) -> None:
+    runner = loaded(tmp_path, "bart")
+    assert (runner.model.capabilities, runner.model.most_source_rows) == ({Capability.GENERATE}, 192)
+    for tokens, num_rows, reason in (
+        ([], 64, "1 to 160 tokens"),
+        ([5] * 161, 192, "1 to 160 tokens"),
+        ([256], 64, "outside of"),
+        ([1 << 31], 64, "outside of"),
+        ([5], 128, "has 1 rows"),
+    ):
+        data = b"".join(token.to_bytes(4, "little") for token in tokens)
+        with pytest.raises(InvalidRequest, match=reason):
+            runner.encoder.encode(EncoderContent.of(data, ContentKind.TEXT), num_rows)
+    with pytest.raises(InvalidRequest, match="1 to 160 tokens"):
+        runner.encoder.encode(EncoderContent.of(b"123", ContentKind.TEXT), 64)
+    with pytest.raises(AdapterRefused, match="computes no adapters"):
+        runner.adapters.check(tmp_path)
 
-    def tokens(*ids: int) -> EncoderContent:
-        return EncoderContent.of(b"".join(token.to_bytes(4, "little") for token in ids), ContentKind.TEXT)
 
-    for content, num_rows, reason in (
-        (tokens(), 64, "1 to 160 tokens"),
-        (EncoderContent.of(b"123", ContentKind.TEXT), 64, "1 to 160 tokens"),
-        (tokens(*[5] * 161), 192, "1 to 160 tokens"),
-        (tokens(256), 64, "outside of"),
-        (tokens(1 << 31), 64, "outside of"),
-        (tokens(5), 128, "has 1 rows"),
+def test_speech_that_can_not_be_encoded_is_refused(tmp_path: Path) -> None:
+    runner = loaded(tmp_path, "whisper")
+    assert runner.model.capabilities == {Capability.TRANSCRIBE, Capability.ALIGN}
+    assert runner.model.most_source_rows == 64
+    for data, reason in (
+        (b"", "no samples of 16 bits"),
+        (b"123", "no samples of 16 bits"),
+        (bytes(48_000), r"audio: has 1\.50 s, and the model takes 1 s at once"),
     ):
         with pytest.raises(InvalidRequest, match=reason):
-            text.encoder.encode(content, num_rows)
-    for data in (b"", b"123"):
-        with pytest.raises(InvalidRequest, match="no samples of 16 bits"):
-            speech.encoder.encode(EncoderContent.of(data, ContentKind.SPEECH), 64)
-    with pytest.raises(InvalidRequest, match=r"audio: has 1\.50 s, and the model takes 1 s at once"):
-        speech.encoder.encode(EncoderContent.of(bytes(48_000), ContentKind.SPEECH), 64)
-    with pytest.raises(AdapterRefused, match="computes no adapters"):
-        text.adapters.check(tmp_path)
+            runner.encoder.encode(EncoderContent.of(data, ContentKind.SPEECH), 64)
 
 
 def test_features_of_speech_have_no_noise(tmp_path: Path) -> None:
@@ -239,37 +246,41 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         runner.encoder.encode(EncoderContent.of(source(tmp_path, 1, 5), ContentKind.TEXT), 64)
 
 
-def test_a_request_that_can_not_be_computed_fails_alone(tmp_path: Path) -> None:
-    runner = loaded(tmp_path, "bart")
-    sound = request_for(tmp_path, "sound", source(tmp_path, 1, 9), [3], GREEDY)
-    engine = engine_of(runner)
-    engine.scheduler.add_request(request_for(tmp_path, "alone", source(tmp_path, 1, 9), [3], GREEDY))
-    alone: list[int] = []
-    while engine.has_work():
-        for output in (one for outputs in engine.step().values() for one in outputs):
-            alone += output.new_token_ids
-    # Positions behind the decoder's table, and a prompt without an input.
-    long = request_for(tmp_path, "long", source(tmp_path, 2, 9), [5] * 161, GREEDY)
-    bare = Request("bare", RequestSpec([5] * 3, GREEDY))
-    content = EncoderContent.of(source(tmp_path, 1, 9), ContentKind.TEXT)
-    later = [Span(1, 63, content.digest, is_encoded=True)]
-    wrong = Request("wrong", RequestSpec([5] + [0] * 63 + [3], GREEDY, spans=later, contents=[content]))
-    empty = request_for(tmp_path, "empty", source(tmp_path, 1, 9), [], GREEDY)
-    ends: dict[str, Any] = {}
-    tokens: list[int] = []
-    for request in (long, bare, wrong, empty, sound):
+def ends_of(
+    engine: EngineCore, requests: Sequence[Request]
+) -> tuple[dict[str, list[int]], dict[str, EngineCoreOutput]]:
+    """The tokens of each request, and how it ended."""
+    tokens: defaultdict[str, list[int]] = defaultdict(list)
+    ends = {}
+    for request in requests:
         engine.scheduler.add_request(request)
     while engine.has_work():
         for output in (one for outputs in engine.step().values() for one in outputs):
-            tokens += output.new_token_ids if output.request_id == "sound" else []
+            tokens[output.request_id] += output.new_token_ids
             if output.outcome is not None:
                 ends[output.request_id] = output
+    return tokens, ends
+
+
+def test_a_request_that_can_not_be_computed_fails_alone(tmp_path: Path) -> None:
+    engine = engine_of(loaded(tmp_path, "bart"))
+    text = source(tmp_path, 1, 9)
+    alone, _ = ends_of(engine, [request_for(tmp_path, "alone", text, [3], GREEDY)])
+    content = EncoderContent.of(text, ContentKind.TEXT)
+    later = [Span(1, 63, content.digest, is_encoded=True)]
+    bad = [
+        request_for(tmp_path, "long", source(tmp_path, 2, 9), [5] * 161, GREEDY),
+        Request("bare", RequestSpec([5] * 3, GREEDY)),
+        Request("wrong", RequestSpec([5] + [0] * 63 + [3], GREEDY, spans=later, contents=[content])),
+        request_for(tmp_path, "empty", text, [], GREEDY),
+    ]
+    tokens, ends = ends_of(engine, [*bad, request_for(tmp_path, "sound", text, [3], GREEDY)])
     assert ends["sound"].outcome is Outcome.LENGTH
-    assert tokens == alone
-    assert "beyond the decoder's 160 tokens" in ends["long"].error
-    for name in ("bare", "wrong"):
-        assert "does not begin with an input" in ends[name].error
-    assert "no token for the decoder" in ends["empty"].error
+    assert tokens["sound"] == alone["alone"]
+    assert "beyond the decoder's 160 tokens" in str(ends["long"].error)
+    assert "does not begin with an input" in str(ends["bare"].error)
+    assert "does not begin with an input" in str(ends["wrong"].error)
+    assert "no token for the decoder" in str(ends["empty"].error)
 
 
 def test_the_kind_of_a_content_is_part_of_its_name() -> None:

@@ -10,15 +10,11 @@ import numpy as np
 import pytest
 
 from baton.errors import AdapterRefused
-from baton.messages.sampling import SamplingParams
 from baton.model_formats.adapters import open_adapter
-from baton.runner.loading import load_runner
-from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.spec import TorchSpec
 from tests.support.adapter_files import PREFIX, expert_tensors, lora_tensors, write_adapter
-from tests.support.runner_driver import RunnerDriver
-from tests.support.tiny_models import TINY_MODELS
+from tests.support.adapter_runs import load_adapter, outputs
+from tests.support.load_with import load_tiny
 
 EXPERTS = "model.layers.1.mlp.experts"
 GATE_UP, DOWN = (256, 64), (64, 128)
@@ -29,22 +25,7 @@ Tensors = dict[str, Any]
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> TorchModelRunner:
     """A mixture of 4 experts in 3 layers, of width 64 and 128 inside."""
-    directory = tmp_path_factory.mktemp("base")
-    write_random_model(directory, TINY_MODELS["mixtral"], seed=5)
-    return load_runner(TorchSpec(directory, dtype="float32", num_blocks=64, max_lora_rank=8))
-
-
-def tokens(runner: TorchModelRunner, adapter: str = "") -> list[int]:
-    driver = RunnerDriver(runner)
-    driver.add("one", [5, 6, 7, 8, 9], SamplingParams(temperature=0.0, max_tokens=6), adapter=adapter)
-    driver.finish(chunk=3)
-    return driver.requests["one"].output
-
-
-def load(runner: TorchModelRunner, directory: Path) -> str:
-    digest = open_adapter(directory).digest()
-    runner.adapters.load(directory, digest)
-    return digest
+    return load_tiny(tmp_path_factory.mktemp("base"), "mixtral", seed=5, max_lora_rank=8)
 
 
 def of_experts(**changed: Any) -> Tensors:
@@ -151,17 +132,15 @@ def test_weights_that_are_no_numbers_are_refused_by_name(runner: TorchModelRunne
     tensors = of_experts()
     tensors[f"{PREFIX}{EXPERTS}.base_layer.lora_B.weight"][255, 15] = bad
     with pytest.raises(AdapterRefused, match=r"experts\.base_layer\.lora_B\.weight has NaN or infinity"):
-        load(runner, write(tmp_path, tensors))
+        load_adapter(runner, write(tmp_path, tensors))
     assert not runner._transformer.adapters.slots
 
 
 def test_biases_of_experts_are_refused(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    write_random_model(base, TINY_MODELS["gpt_oss"], seed=5)
     tensors = expert_tensors(EXPERTS, [DOWN], 4)
     write(tmp_path / "adapter", tensors, target_parameters=["experts.down_proj", "experts.gate_up_proj_bias"])
     with pytest.raises(AdapterRefused, match=r"experts\.gate_up_proj_bias, which is no weight of a product"):
-        load_runner(TorchSpec(base, dtype="float32", num_blocks=64)).adapters.check(tmp_path / "adapter")
+        load_tiny(tmp_path / "base", "gpt_oss").adapters.check(tmp_path / "adapter")
 
 
 def test_what_an_adapter_of_experts_is_said_to_be(runner: TorchModelRunner, tmp_path: Path) -> None:
@@ -200,23 +179,21 @@ def swapped(tensors: Tensors) -> Tensors:
 def test_adapters_with_a_and_b_swapped_are_the_same(runner: TorchModelRunner, tmp_path: Path) -> None:
     tensors = dict(expert_tensors(EXPERTS, [GATE_UP, DOWN], 4, scale=0.3))
     digests = [
-        load(runner, write(tmp_path / "present", tensors)),
-        load(runner, write(tmp_path / "older", swapped(tensors))),
+        load_adapter(runner, write(tmp_path / "present", tensors)),
+        load_adapter(runner, write(tmp_path / "older", swapped(tensors))),
     ]
-    found = [tokens(runner, digest) for digest in digests]
+    present, older, without = outputs(runner, *digests, "")
     for digest in digests:
         runner.adapters.unload(digest)
-    assert found[0] == found[1] != tokens(runner)
+    assert present == older != without
 
 
 def test_square_tensors_are_as_the_others_in_the_file(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    write_random_model(base, TINY_MODELS["qwen3_moe"], seed=5)
-    square = load_runner(TorchSpec(base, dtype="float32", num_blocks=64))
+    square = load_tiny(tmp_path / "base", "qwen3_moe", seed=5)
     tensors = dict(expert_tensors(EXPERTS, [(128, 64), (64, 64)], 4, scale=0.3))
     both, down = swapped(tensors), {name: each for name, each in tensors.items() if "base_layer" not in name}
     found = [
-        tokens(square, load(square, write(tmp_path / f"{number}", each, target_parameters=targets)))
+        outputs(square, load_adapter(square, write(tmp_path / f"{number}", each, target_parameters=targets)))
         for number, (each, targets) in enumerate(
             [(tensors, BOTH), (both, BOTH), (down, BOTH[1:]), ({name: both[name] for name in down}, BOTH[1:])]
         )
@@ -226,10 +203,10 @@ def test_square_tensors_are_as_the_others_in_the_file(tmp_path: Path) -> None:
 
 
 def test_an_adapter_of_experts_comes_and_goes(runner: TorchModelRunner, tmp_path: Path) -> None:
-    before = tokens(runner)
-    digest = load(runner, write(tmp_path, of_experts()))
-    assert tokens(runner, digest) != before
-    assert tokens(runner) == before
+    before = outputs(runner, "")
+    digest = load_adapter(runner, write(tmp_path, of_experts()))
+    assert outputs(runner, digest) != before
+    assert outputs(runner, "") == before
     runner.adapters.unload(digest)
-    assert tokens(runner) == before
+    assert outputs(runner, "") == before
     assert all(one is None for of_product in runner._transformer.adapters.rows.table.experts for one in of_product)

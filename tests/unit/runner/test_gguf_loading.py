@@ -12,6 +12,7 @@ import shutil
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from baton.runner.model.stored.gguf import QUANTIZED_FORMATS
 from kv_transfer.layout import LayoutFingerprint, layout_mismatch
 from tests.support.gguf_files import SCALE_STARTS, random_blocks
 from tests.support.gguf_models import ARCHITECTURES, random_module, write_module
+from tests.support.packed_runs import CountingOperations, PlainOnly, Sample, error, load, logits, refuse
 from tests.support.quantized_models import edit_config
-from tests.unit.runner.test_quantized_loading import CountingOperations, PlainOnly, error, load, logits, refuse
 
 EXAMPLES = int(os.environ.get("BATON_FUZZ_EXAMPLES", "50"))
 WIDE: Mapping[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -43,36 +44,44 @@ def converted(source: Path, directory: Path) -> Path:
     return directory
 
 
-def written(tmp_path: Path, matrices: str | Callable[[str], str], name: str = "llama", **changes: Any) -> Path:
-    """The directory `tiny` of a file with these formats; beside it `twin`, which has the same numbers in float32."""
-    module = random_module(name, **{**WIDE, **changes})
-    directory = converted(write_module(tmp_path / "tiny.gguf", module, matrices), tmp_path / "tiny")
-    converted(write_module(tmp_path / "twin.gguf", module), tmp_path / "twin")
-    return directory
+Samples = Callable[..., Sample]
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Samples:
+    """Directories of files with some formats, beside those with the same numbers in float32."""
+
+    @cache
+    def sample(matrices: str | Callable[[str], str], name: str = "llama", **changes: Any) -> Sample:
+        module, root = random_module(name, **{**WIDE, **changes}), tmp_path_factory.mktemp("gguf")
+        directory = converted(write_module(root / "tiny.gguf", module, matrices), root / "tiny")
+        plain = converted(write_module(root / "twin.gguf", module), root / "twin")
+        return Sample(directory, plain, logits(load(plain)))
+
+    return sample
 
 
 @pytest.mark.parametrize("kind", QUANTIZED_FORMATS)
-def test_a_model_computes_with_the_integers_of_its_file(tmp_path: Path, kind: str) -> None:
-    directory = written(tmp_path, kind)
-    expected = logits(load(tmp_path / "twin"))
-    assert error(logits(load(directory, dequantize=True)), expected) < 1e-6
-    runner = load(directory)
-    assert 0 < error(logits(runner), expected) < 0.15
+def test_a_model_computes_with_the_integers_of_its_file(samples: Samples, kind: str) -> None:
+    sample = samples(kind)
+    assert error(logits(load(sample.directory, dequantize=True)), sample.expected) < 1e-6
+    runner = load(sample.directory)
+    assert 0 < error(logits(runner), sample.expected) < 0.15
     assert runner.model.bit_exact, runner.model.bit_exact_reason
     assert runner._transformer.has_programs
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_architecture_computes_with_integers(tmp_path: Path, name: str) -> None:
+def test_every_architecture_computes_with_integers(samples: Samples, name: str) -> None:
     small = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
-    directory = written(tmp_path, "Q8_0", name, tie_word_embeddings=name.startswith("gemma"), **small)
-    twin, operations = load(tmp_path / "twin"), CountingOperations()
-    runner = load(directory, operations=operations)
-    assert 0 < error(logits(runner), logits(twin)) < 0.15
+    sample = samples("Q8_0", name, tie_word_embeddings=name.startswith("gemma"), **small)
+    operations = CountingOperations()
+    runner = load(sample.directory, operations=operations)
+    assert 0 < error(logits(runner), sample.expected) < 0.15
     # Each of 3 layers has q, k, v and o, and gate, up and down; phi3 has q, k and v in one weight, and gate and up. The
     # head is one more.
     assert operations.num_packed >= (3 * 4 if name == "phi3" else 3 * 7) + 1
-    assert runner._transformer.has_programs == twin._transformer.has_programs
+    assert runner._transformer.has_programs == load(sample.twin)._transformer.has_programs
 
 
 def q4_k_m(name: str) -> str:
@@ -80,15 +89,16 @@ def q4_k_m(name: str) -> str:
     return "Q6_K" if any(part in name for part in ("attn_v", "output.weight", "1.ffn_down")) else "Q4_K"
 
 
-def test_a_file_may_mix_formats(tmp_path: Path) -> None:
-    runner = load(written(tmp_path, q4_k_m))
-    assert error(logits(runner), logits(load(tmp_path / "twin"))) < 0.15
+def test_a_file_may_mix_formats(samples: Samples) -> None:
+    sample = samples(q4_k_m)
+    runner = load(sample.directory)
+    assert error(logits(runner), sample.expected) < 0.15
     assert runner._transformer.has_programs
     assert re.fullmatch(r"Q4_K, Q6_K \(GGUF\), 5\.\d+ bits a weight, 1 MiB", runner.model.compute_paths[0].runs)
 
 
-def test_operators_see_what_the_weights_are(tmp_path: Path) -> None:
-    directory = written(tmp_path, "Q4_0")
+def test_operators_see_what_the_weights_are(samples: Samples) -> None:
+    directory = samples("Q4_0").directory
     assert load(directory).model.compute_paths[0].runs == "Q4_0 (GGUF), 4.5 bits a weight, 1 MiB"
     plain = load(directory, dequantize=True).model.compute_paths[0].runs
     assert plain == "Q4_0 (GGUF), dequantised to float32, 7 MiB"
@@ -96,21 +106,20 @@ def test_operators_see_what_the_weights_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_the_embedding_is_read_from_its_blocks(tmp_path: Path, is_tied: bool) -> None:
-    directory = written(tmp_path, "Q5_1", tie_word_embeddings=is_tied)
-    module = load(directory)._transformer._module
+def test_the_embedding_is_read_from_its_blocks(samples: Samples, is_tied: bool) -> None:
+    sample = samples("Q5_1", tie_word_embeddings=is_tied)
+    module = load(sample.directory)._transformer._module
     embedding = module.get_input_embeddings()
     assert isinstance(embedding, PackedEmbedding)
     assert not [name for name, parameter in module.named_parameters() if parameter.dim() > 1]
-    expected = load_file(tmp_path / "twin/model.safetensors")["model.embed_tokens.weight"]
+    expected = load_file(sample.twin / "model.safetensors")["model.embed_tokens.weight"]
     ids = torch.arange(expected.shape[0])
     torch.testing.assert_close(embedding(ids), expected, rtol=1e-6, atol=1e-7)
     assert (embedding.shared_weight is module.get_output_embeddings()) == is_tied
 
 
-def test_nodes_that_keep_and_that_dequantise_blocks_refuse_each_other_by_name(tmp_path: Path) -> None:
-    directory = written(tmp_path, "Q4_1")
-    kept, plain = (load(directory, dequantize=dequantize) for dequantize in (False, True))
+def test_nodes_that_keep_and_that_dequantise_blocks_refuse_each_other_by_name(samples: Samples) -> None:
+    kept, plain = (load(samples("Q4_1").directory, dequantize=dequantize) for dequantize in (False, True))
     assert kept.model.fingerprint != plain.model.fingerprint
     pair = [LayoutFingerprint.of(runner.model, runner.layout, "nixl") for runner in (kept, plain)]
     told = layout_mismatch(pair[0], pair[1], "prefill-0", "decode-0")
@@ -119,22 +128,11 @@ def test_nodes_that_keep_and_that_dequantise_blocks_refuse_each_other_by_name(tm
     assert re.search(r"decode-0 \[.*numerics=\S+/dequantized", told)
 
 
-def test_a_quantised_file_is_not_quantised_again_and_a_plain_one_is(tmp_path: Path) -> None:
-    assert "quantised already (Q4_0 (GGUF)); leave quantization out" in refuse_named(
-        written(tmp_path, "Q4_0"), quantization="int8"
-    )
-    (tmp_path / "plain").mkdir()
-    runner = load(written(tmp_path / "plain", "F16"), quantization="int8")
+def test_a_quantised_file_is_not_quantised_again_and_a_plain_one_is(samples: Samples) -> None:
+    said = refuse(samples("Q4_0").directory, quantization="int8")
+    assert "quantised already (Q4_0 (GGUF)); leave quantization out" in said
+    runner = load(samples("F16").directory, quantization="int8")
     assert runner.model.compute_paths[0].runs.startswith("int8, groups of 32, 8.5 bits a weight")
-
-
-def refuse_named(directory: Path, **how: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load(directory, **how)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert str(directory) in message
-    return message
 
 
 def change_tensor(part: str, change: Callable[[torch.Tensor], torch.Tensor], to: str = "") -> Callable[[Path], None]:

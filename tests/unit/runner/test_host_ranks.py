@@ -18,16 +18,15 @@ from baton.runner.backends.cpu.kernels.barrier import BarrierTag
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.backends.ranks.host_ranks import HostRanks, SharedFiles
 from baton.runner.parts import Shard
-from baton.runner.ranks.group_files import GroupFiles
-from baton.runner.ranks.rank_spec import RankSpec
 from baton.runner.spec import CacheSpec
+from baton.runner.stage_spec import StageSpec
 from tests.support.process_counts import shared_memory_segments
 
 
 @pytest.fixture
 def files() -> Iterator[SharedFiles]:
-    made = GroupFiles(1)
-    yield made.stages[0].stage
+    made = SharedFiles.make()
+    yield made
     made.close()
 
 
@@ -131,21 +130,26 @@ def test_a_cache_that_the_machine_has_no_memory_for_is_refused(files: SharedFile
 
 
 @pytest.mark.parametrize(
-    ("threads", "size", "stages", "expected"),
-    [(4, 2, 1, [2, 2]), (5, 2, 1, [3, 2]), (2, 3, 1, [1, 1, 1]), (5, 2, 2, [2, 1, 1, 1]), (3, 1, 2, [2, 1])],
+    ("threads", "size", "expected"), [(4, 2, [2, 2]), (5, 2, [3, 2]), (2, 3, [1, 1, 1]), (7, 4, [2, 2, 2, 1])]
 )
-def test_ranks_share_the_threads(threads: int, size: int, stages: int, expected: list[int]) -> None:
-    spec = RankSpec("model", "float32", 16, CacheSpec(16), threads, size, stages)
-    assert [spec.threads_of(rank) for rank in range(size * stages)] == expected
-    assert RankSpec.from_json(spec.to_json()) == spec
+def test_ranks_share_the_threads(threads: int, size: int, expected: list[int]) -> None:
+    spec = StageSpec("model", "abc", "float32", 16, CacheSpec(16), threads, 1, size)
+    assert [spec.threads_of(rank) for rank in range(size)] == expected
+
+
+def test_ranks_of_all_stages_have_numbers_of_their_own() -> None:
+    stages = [StageSpec("model", "abc", "float32", 16, CacheSpec(16), 2, 1, 2, index, 3) for index in range(3)]
+    # The last stage leads.
+    assert [[stage.number_of(rank) for rank in range(2)] for stage in stages] == [[2, 3], [4, 5], [0, 1]]
 
 
 def test_shared_files_have_no_name_and_go_away_with_their_descriptors() -> None:
     before, in_shm = len(os.listdir("/proc/self/fd")), shared_memory_segments()
-    files = GroupFiles(3)
-    HostRanks(Shard(), files.stages[0].stage, makes_cache=True).cache_memory(1 << 20)
+    files = SharedFiles.make()
+    assert SharedFiles.of(files.descriptors) == files
+    assert len(set(files.descriptors)) == len(files.descriptors)
+    HostRanks(Shard(), files, makes_cache=True).cache_memory(1 << 20)
     assert shared_memory_segments() == in_shm
-    files.close()
     files.close()
     assert len(os.listdir("/proc/self/fd")) == before
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -14,25 +13,14 @@ from baton.runner.backends.attention_call import AttentionCall, AttentionFeature
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import CacheView, KernelArgumentError
 from baton.runner.backends.torch_operations import TorchOperations
-from tests.support.kernel_inputs import randn
+from tests.support.kernel_inputs import DTYPES, randn, relative_error
 from tests.support.pairs import all_pairs
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
 
-DTYPES = [torch.float32, torch.bfloat16]
 ISAS = kernels.available().isas
 SAME_BITS = [isa for isa in ISAS if isa != "amx_bf16"]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2.2e-3}
-
-
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    yield
-    kernels.use_isa(None)
-
-
-def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((actual.double() - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
 def _cache(blocks: int, heads: int, size: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> CacheView:
@@ -151,7 +139,7 @@ def test_attention_equals_softmax_attention_in_float64(
 ) -> None:
     kernels.use_isa(isa)
     paged = Paged.make(dtype, lengths=[1, 64, 90, 200], query_lens=[1, 64, 1, 77], head_dim=40)
-    assert _relative_error(paged.attend(window, softcap), paged.expected(window, softcap)) < TOLERANCE[dtype]
+    assert relative_error(paged.attend(window, softcap), paged.expected(window, softcap)) < TOLERANCE[dtype]
 
 
 @all_pairs({"isa": ISAS, "dtype": DTYPES, "window, ahead": [(None, 1 << 30), (9, 8), (70, 69), (None, 3), (65, 200)]})
@@ -160,7 +148,7 @@ def test_rows_attend_to_keys_behind_their_own(isa: str, dtype: torch.dtype, wind
     lengths = [1, 64, 90, 200, 7, 128]
     paged = Paged.make(dtype, lengths=lengths, query_lens=lengths, head_dim=40)
     together = paged.attend(window, ahead=ahead)
-    assert _relative_error(together, paged.expected(window, ahead=ahead)) < TOLERANCE[dtype]
+    assert relative_error(together, paged.expected(window, ahead=ahead)) < TOLERANCE[dtype]
     assert torch.equal(together, paged.attend(window, threads=1, ahead=ahead))
     for place, (length, start) in enumerate(zip(lengths, paged.query_start.tolist(), strict=False)):
         alone = Paged.make(dtype, lengths=[length], query_lens=[length], head_dim=40, seed=place, block_size=7)
@@ -173,7 +161,7 @@ def test_without_kernels_rows_of_a_long_text_attend_block_by_block(window: int |
     paged = Paged.make(torch.float32, lengths=lengths, query_lens=lengths, head_dim=16)
     operations = TorchOperations(1)
     found = operations.paged_attention(paged.call(AttentionFeatures(0.3, window, ahead=ahead)))
-    assert _relative_error(found, paged.expected(window, ahead=ahead)) < TOLERANCE[torch.float32]
+    assert relative_error(found, paged.expected(window, ahead=ahead)) < TOLERANCE[torch.float32]
     for features in ({"softcap": 5.0}, {"sinks": torch.zeros(paged.query.shape[1])}):
         with pytest.raises(ValueError, match="neither a soft cap nor sinks"):
             operations.paged_attention(paged.call(AttentionFeatures(0.3, ahead=ahead, **features)))
@@ -190,7 +178,7 @@ def test_attention_supports_every_head_shape(dtype: torch.dtype, head_dim: int, 
     paged = Paged.make(
         dtype, lengths=[70, 33], query_lens=[9, 1], heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=5
     )
-    assert _relative_error(paged.attend(), paged.expected()) < TOLERANCE[dtype]
+    assert relative_error(paged.attend(), paged.expected()) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -337,7 +325,7 @@ def test_keys_and_values_may_have_different_widths(isa: str, dtype: torch.dtype,
     paged = Paged.make(dtype, lengths=[70, 150], query_lens=[9, 1], head_dim=key_dim, value_dim=value_dim, block_size=7)
     out = paged.attend()
     assert out.shape == (10, 6, value_dim)
-    assert _relative_error(out, paged.expected()) < TOLERANCE[dtype]
+    assert relative_error(out, paged.expected()) < TOLERANCE[dtype]
     alone = replace(paged, query=paged.query[9:], query_start=torch.tensor([0, 0, 1], dtype=torch.int32)).attend()
     assert torch.equal(alone, out[9:])
 
@@ -348,7 +336,7 @@ def test_sinks_take_probability_and_add_no_value(isa: str, dtype: torch.dtype, w
     paged = Paged.make(dtype, lengths=[70, 150], query_lens=[9, 1])
     plain = paged.attend(window)
     paged.sinks = (size * randn(6, seed=9)).to(dtype)
-    assert _relative_error(paged.attend(window), paged.expected(window)) < TOLERANCE[dtype]
+    assert relative_error(paged.attend(window), paged.expected(window)) < TOLERANCE[dtype]
     paged.sinks = torch.full((6,), float("-inf"))
     assert torch.equal(paged.attend(window), plain)
 
@@ -375,7 +363,7 @@ def test_scores_have_biases_of_heads_and_distances(
     assert torch.equal(paged.attend(window), no_bias)
     paged.distance_bias = 2 * randn(heads, distances, seed=7)
     out = paged.attend(window)
-    assert _relative_error(out, paged.expected(window)) < TOLERANCE[dtype]
+    assert relative_error(out, paged.expected(window)) < TOLERANCE[dtype]
     assert torch.equal(paged.attend(window, threads=1), out)
 
 

@@ -1,8 +1,9 @@
-"""Products, norms and rotations against float64, and the promise that a row's bits depend on the row alone."""
+"""Products of plain weights, norms and rotations against float64; a row's bits depend on the row alone.
+
+What products of all kinds of weights keep is in `test_products.py`.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,26 +13,15 @@ from hypothesis import strategies as st
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError, KernelsUnavailable, Packed
 from baton.runner.backends.cpu.kernels.product import Activation
-from tests.support.kernel_inputs import activated, randn
+from tests.support.kernel_inputs import DTYPES, activated, randn, relative_error
 from tests.support.pairs import all_pairs
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
 
-DTYPES = [torch.float32, torch.bfloat16]
 ISAS = kernels.available().isas
 SAME_BITS = [isa for isa in ISAS if isa != "amx_bf16"]
 ACTIVATIONS: list[Activation] = ["silu", "gelu", "gelu_tanh"]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2.2e-3}
-
-
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    yield
-    kernels.use_isa(None)
-
-
-def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((actual.double() - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
 def linear(x: torch.Tensor, w: Packed, bias: torch.Tensor | None = None, threads: int = 2) -> torch.Tensor:
@@ -56,7 +46,7 @@ def test_linear_equals_the_product_in_float64(isa: str, dtype: torch.dtype, m: i
     for added in (None, bias):
         out = linear(x, packed, added)
         assert out.dtype == dtype
-        assert _relative_error(out, expected if added is None else expected + added.double()) < TOLERANCE[dtype]
+        assert relative_error(out, expected if added is None else expected + added.double()) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -68,7 +58,7 @@ def test_a_float32_result_of_bfloat16_operands_is_what_is_rounded_otherwise(isa:
     sums = kernels.linear(x, packed, bias, out_dtype=torch.float32, threads=2)
     assert sums.dtype == torch.float32
     assert torch.equal(sums.bfloat16(), linear(x, packed, bias))
-    assert _relative_error(sums, x.double() @ weight.double().T + bias.double()) < 2e-6
+    assert relative_error(sums, x.double() @ weight.double().T + bias.double()) < 2e-6
     with pytest.raises(KernelArgumentError, match="out_dtype"):
         kernels.linear(x, packed, out_dtype=torch.float16, threads=1)
     with pytest.raises(KernelArgumentError, match="out_dtype"):
@@ -91,25 +81,6 @@ def test_a_row_of_linear_does_not_depend_on_its_batch(
     assert torch.equal(linear(x[start:end].clone(), packed, bias), whole[start:end])
     row = data.draw(st.integers(0, m - 1))
     assert torch.equal(linear(x[row : row + 1].clone(), packed, bias), whole[row : row + 1])
-
-
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_row_count_gives_the_rows_of_the_largest(isa: str, dtype: torch.dtype) -> None:
-    kernels.use_isa(isa)
-    x, packed = randn(70, 160, dtype=dtype), kernels.pack(randn(70, 160, seed=1, dtype=dtype))
-    whole = linear(x, packed)
-    for rows in range(1, 40):
-        assert torch.equal(linear(x[70 - rows :], packed), whole[70 - rows :]), rows
-
-
-@all_pairs({"isa": ISAS, "dtype": DTYPES, "m, n, k": [(1, 900, 640), (300, 64, 640), (37, 333, 129), (900, 128, 2000)]})
-def test_threads_do_not_change_a_product(isa: str, dtype: torch.dtype, m: int, n: int, k: int) -> None:
-    kernels.use_isa(isa)
-    x, packed = randn(m, k, dtype=dtype), kernels.pack(randn(n, k, seed=1, dtype=dtype))
-    results = [linear(x, packed, threads=threads) for threads in (1, 2, 5)]
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -146,84 +117,11 @@ def test_products_of_empty_inputs_are_empty(dtype: torch.dtype, m: int, n: int, 
     assert torch.equal(out, bias.expand(m, n))
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_nan_stays_in_its_row(isa: str) -> None:
-    kernels.use_isa(isa)
-    for dtype in DTYPES:
-        x = randn(20, 64, dtype=dtype)
-        packed = kernels.pack(randn(70, 64, seed=1, dtype=dtype))
-        clean = linear(x, packed)
-        x[7, 3] = float("nan")
-        out = linear(x, packed)
-        assert out[7].isnan().all()
-        assert torch.equal(torch.cat([out[:7], out[8:]]), torch.cat([clean[:7], clean[8:]]))
-
-
 def test_the_callers_handling_of_subnormals_is_unchanged() -> None:
     """The kernels flush subnormals to zero; the calling thread's arithmetic must not change."""
     tiny = torch.full((1, 1), 1e-40)
     assert not linear(tiny, kernels.pack(torch.ones(1, 1))).any()
     assert (tiny * 1.0).all()
-
-
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_blocks_of_k_do_not_change_a_sum(isa: str, dtype: torch.dtype) -> None:
-    """With many rows k is cut into pieces that fit a cache, with few rows it is not cut."""
-    kernels.use_isa(isa)
-    x, packed = randn(1100, 901, dtype=dtype), kernels.pack(randn(66, 901, seed=1, dtype=dtype))
-    whole = linear(x, packed)
-    assert torch.equal(linear(x[777:778], packed), whole[777:778])
-    assert torch.equal(linear(x[300:417], packed), whole[300:417])
-
-
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_of_x_may_have_a_stride(isa: str, dtype: torch.dtype) -> None:
-    kernels.use_isa(isa)
-    wide = randn(40, 300, dtype=dtype)
-    for k in (96, 101):
-        packed = kernels.pack(randn(70, k, seed=1, dtype=dtype))
-        part = wide[:, 30 : 30 + k]
-        assert torch.equal(linear(part, packed), linear(part.contiguous(), packed))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("widths", [(70, 5, 33), (64, 64), (16, 1), (1, 1, 1)])
-def test_weights_packed_together_are_their_products_side_by_side(dtype: torch.dtype, widths: tuple[int, ...]) -> None:
-    x = randn(9, 45, dtype=dtype)
-    weights = [randn(n, 45, seed=n + i, dtype=dtype) for i, n in enumerate(widths)]
-    alone = torch.cat([linear(x, kernels.pack(weight)) for weight in weights], dim=1)
-    together = kernels.pack(*weights)
-    assert torch.equal(linear(x, together), alone)
-    index = torch.tensor([0, sum(widths) - 1, sum(widths) // 2, 0])
-    assert torch.equal(kernels.take_rows(together, index), torch.cat(weights)[index])
-
-
-@all_pairs(
-    {
-        "isa": ISAS,
-        "dtype": DTYPES,
-        "activation": ACTIVATIONS,
-        "m, n, k": [(1, 1, 1), (5, 33, 96), (37, 130, 45), (2, 16, 64)],
-    }
-)
-def test_gated_linear_is_activation_times_up(
-    isa: str, dtype: torch.dtype, activation: Activation, m: int, n: int, k: int
-) -> None:
-    kernels.use_isa(isa)
-    x = randn(m, k, dtype=dtype)
-    gate, up = randn(n, k, seed=1, dtype=dtype), randn(n, k, seed=2, dtype=dtype)
-    packed = kernels.pack_gated(gate, up)
-    out = kernels.gated_linear(x, packed, activation=activation, threads=2)
-    expected = activated(x.double() @ gate.double().T, activation) * (x.double() @ up.double().T)
-    assert out.dtype == dtype
-    assert out.shape == (m, n)
-    assert _relative_error(out, expected) < 2 * TOLERANCE[dtype]  # a single number may round worse than many
-    for row in range(m):
-        assert torch.equal(
-            kernels.gated_linear(x[row : row + 1], packed, activation=activation, threads=1)[0], out[row]
-        )
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -256,7 +154,7 @@ def test_rms_norm_is_the_norm(isa: str, dtype: torch.dtype, shape: tuple[int, ..
     expected = normal * (1 + weight.double()) if plus_one else normal.to(dtype).double() * weight.double()
     out = kernels.rms_norm(x, weight, 1e-5, plus_one=plus_one, threads=2)
     assert out.dtype == dtype
-    assert _relative_error(out, expected) < 2 * TOLERANCE[dtype]  # a single number may round worse than many
+    assert relative_error(out, expected) < 2 * TOLERANCE[dtype]  # a single number may round worse than many
     rows = x.reshape(-1, shape[-1])
     for row in range(min(len(rows), 40)):
         alone = kernels.rms_norm(rows[row], weight, 1e-5, plus_one=plus_one, threads=1)
@@ -298,7 +196,7 @@ def test_rotation_turns_pairs_of_halves(isa: str, dtype: torch.dtype, d: int, r:
     expected = torch.cat([first * c - second * s, second * c + first * s, rest], dim=2)
     turned = x.clone()
     kernels.rotate(turned, cos, sin, threads=2)
-    assert _relative_error(turned, expected) < 2 * TOLERANCE[dtype]  # a single number may round worse than many
+    assert relative_error(turned, expected) < 2 * TOLERANCE[dtype]  # a single number may round worse than many
     assert torch.equal(turned[..., r:], x[..., r:])
     for row in range(21):
         alone = x[row : row + 1].clone()
@@ -307,38 +205,6 @@ def test_rotation_turns_pairs_of_halves(isa: str, dtype: torch.dtype, d: int, r:
 
 
 # Refused arguments
-
-
-def test_products_refuse_what_does_not_fit() -> None:
-    packed = kernels.pack(randn(6, 4))
-    for x, bias, argument in (
-        (randn(2, 5), None, "x"),
-        (randn(2, 4, dtype=torch.bfloat16), None, "x"),
-        (randn(4, 2).T, None, "x"),
-        (randn(4)[None].expand(2, 4), None, "x"),
-        (randn(4), None, "x"),
-        (randn(2, 4), randn(5), "bias"),
-        (randn(2, 4), randn(6, dtype=torch.bfloat16), "bias"),
-    ):
-        with pytest.raises(KernelArgumentError) as error:
-            linear(x, packed, bias)
-        assert error.value.argument == argument
-    with pytest.raises(KernelArgumentError):
-        kernels.pack(randn(2, 2).double())
-    with pytest.raises(KernelArgumentError):
-        kernels.pack(randn(2, 2), randn(2, 3))
-    with pytest.raises(KernelArgumentError):
-        kernels.pack_gated(randn(2, 2), randn(3, 2))
-    for index in (-1, 6):
-        with pytest.raises(KernelArgumentError):
-            kernels.take_rows(packed, torch.tensor([0, index]))
-    gated = kernels.pack_gated(randn(6, 4), randn(6, 4))
-    with pytest.raises(KernelArgumentError):
-        linear(randn(2, 4), gated)
-    with pytest.raises(KernelArgumentError):
-        kernels.take_rows(gated, torch.tensor([0]))
-    with pytest.raises(KernelArgumentError):
-        kernels.gated_linear(randn(2, 4), packed, activation="silu", threads=1)
 
 
 def test_norms_and_rotations_refuse_what_does_not_fit() -> None:

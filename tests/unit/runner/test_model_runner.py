@@ -1,35 +1,35 @@
-"""The torch runner does what the scheduler decides: copied blocks, resumed and finished requests, log-probabilities."""
+"""A runner does what the scheduler decides: shared blocks, resumed and finished requests, log-probabilities."""
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from baton.engine.batch import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
 from baton.messages.sampling import SamplingParams
-from baton.runner.loading import load_runner
-from baton.runner.model.random_model import write_random_model
+from baton.runner import SimulatedSpec
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.spec import TorchSpec
+from baton.runner.simulated import SimulatedRunner
+from tests.support.load_with import load_tiny
 from tests.support.runner_driver import GREEDY, RunnerDriver
-from tests.support.tiny_models import TINY_MODELS
 
 PROMPT = [(position * 37 + 5) % 256 for position in range(30)]
 PARAMS = replace(GREEDY, max_tokens=6)
+Runner = SimulatedRunner | TorchModelRunner
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchModelRunner:
-    directory: Path = tmp_path_factory.mktemp("models") / "tiny"
-    write_random_model(directory, TINY_MODELS["qwen3"], seed=1)
-    return load_runner(TorchSpec(directory, dtype=request.param, block_size=4, num_blocks=128))
+@pytest.fixture(scope="module", params=["simulated", "float32", "bfloat16"])
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    if request.param == "simulated":
+        return SimulatedRunner(SimulatedSpec(num_blocks=128, block_size=4, vocab_size=256, max_model_len=256))
+    directory = tmp_path_factory.mktemp("models")
+    return load_tiny(directory, "qwen3", seed=1, dtype=request.param, block_size=4, num_blocks=128)
 
 
 @pytest.fixture(scope="module")
-def expected(runner: TorchModelRunner) -> list[int]:
+def expected(runner: Runner) -> list[int]:
     driver = RunnerDriver(runner)
     alone = driver.add("alone", PROMPT, PARAMS)
     driver.finish()
@@ -38,7 +38,16 @@ def expected(runner: TorchModelRunner) -> list[int]:
     return alone.output
 
 
-def test_a_copied_block_continues_the_original(runner: TorchModelRunner, expected: list[int]) -> None:
+def test_a_cached_prefix_gives_the_same_tokens(runner: Runner, expected: list[int]) -> None:
+    driver = RunnerDriver(runner)
+    first = driver.add("first", PROMPT, PARAMS)
+    driver.step({"first": 30})
+    again = driver.add("again", PROMPT, PARAMS, shared=first.block_ids[:7], num_computed=28)
+    driver.finish()
+    assert again.output == first.output == expected
+
+
+def test_a_copied_block_continues_the_original(runner: Runner, expected: list[int]) -> None:
     driver = RunnerDriver(runner)
     params = replace(PARAMS, logprobs=5)
     original = driver.add("original", PROMPT, params)
@@ -52,7 +61,7 @@ def test_a_copied_block_continues_the_original(runner: TorchModelRunner, expecte
     assert original.output == expected
 
 
-def test_a_resumed_request_computes_its_output_again(runner: TorchModelRunner, expected: list[int]) -> None:
+def test_a_resumed_request_computes_its_output_again(runner: Runner, expected: list[int]) -> None:
     driver = RunnerDriver(runner)
     request = driver.add("resumed", PROMPT, PARAMS)
     for count in (30, 1, 1):
@@ -62,7 +71,7 @@ def test_a_resumed_request_computes_its_output_again(runner: TorchModelRunner, e
     assert [*request.output, *out.sampled_token_ids["resumed"]] == expected[:4]
 
 
-def test_kv_moved_as_raw_memory_continues_bit_for_bit(runner: TorchModelRunner, expected: list[int]) -> None:
+def test_kv_moved_as_raw_memory_continues_bit_for_bit(runner: Runner, expected: list[int]) -> None:
     driver = RunnerDriver(runner)
     params = replace(PARAMS, logprobs=5)
     sent = driver.add("sent", PROMPT, params)
@@ -81,7 +90,7 @@ def test_kv_moved_as_raw_memory_continues_bit_for_bit(runner: TorchModelRunner, 
     assert taken.output == sent.output == expected
 
 
-def test_log_probabilities_come_with_every_token(runner: TorchModelRunner, expected: list[int]) -> None:
+def test_log_probabilities_come_with_every_token(runner: Runner, expected: list[int]) -> None:
     driver = RunnerDriver(runner)
     driver.add("asks", PROMPT, replace(PARAMS, logprobs=3))
     driver.add("does-not", PROMPT, PARAMS)
@@ -93,7 +102,7 @@ def test_log_probabilities_come_with_every_token(runner: TorchModelRunner, expec
     assert len(at_first.top) == 3
 
 
-def test_a_seed_draws_the_same_tokens_in_any_batch(runner: TorchModelRunner) -> None:
+def test_a_seed_draws_the_same_tokens_in_any_batch(runner: Runner) -> None:
     params = SamplingParams(seed=42, max_tokens=6, top_p=0.9)
     drawn = []
     for mates in (0, 3):
@@ -106,7 +115,7 @@ def test_a_seed_draws_the_same_tokens_in_any_batch(runner: TorchModelRunner) -> 
     assert drawn[0] == drawn[1]
 
 
-def test_finished_requests_are_forgotten(runner: TorchModelRunner) -> None:
+def test_finished_requests_are_forgotten(runner: Runner) -> None:
     driver = RunnerDriver(runner)
     driver.add("gone", PROMPT, PARAMS)
     driver.step({"gone": 30})

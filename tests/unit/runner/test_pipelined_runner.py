@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.execution.input_batch import FlatBatch
-from baton.runner.execution.step_results import StepResults, StepRows
+from baton.runner.execution.step_results import StepResults
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import HiddenAndLogits, Transformer
@@ -33,10 +33,9 @@ from baton.runner.model.weights import load_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.parts import Stage
 from baton.runner.pipelined_runner import PipelinedModelRunner
-from baton.runner.ranks.micro_batch import Task
 from baton.runner.spec import CacheSpec, TorchSpec, WeightSpec
 from tests.doubles.fake_clock import FakeClock
-from tests.doubles.fake_rank_group import FakeRankGroup
+from tests.doubles.fake_stages import FakeStages
 from tests.oracle.test_token_exact import make_prompts
 from tests.support.tiny_models import TINY_MODELS
 
@@ -67,7 +66,7 @@ class SlowStages(Transformer):
     def can_begin(self) -> bool:
         return len(self._begun) < 2 * self.stage.count
 
-    def begin(self, task: Task, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None) -> None:
+    def begin(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None, wants_hidden: bool) -> None:
         self.log.append(f"begin {batch.query_start[-1]}")
         self._begun.append(super().compute_with_hidden(batch, logits_rows))
 
@@ -102,23 +101,32 @@ def pipelined(whole: TorchModelRunner, stages: SlowStages) -> PipelinedModelRunn
     return PipelinedModelRunner(whole.model, stages, 0, None, None)  # type: ignore[arg-type]
 
 
-def tokens_of(runner: TorchModelRunner, requests: list[Request], **limits: Any) -> dict[str, list[int]]:
-    """The tokens of requests, with each step decided before the one before it is executed."""
+def engine_of(runner: TorchModelRunner, requests: Iterable[Request] = ()) -> EngineCore:
+    """An engine that decides each step before the one before it is executed."""
     config = SchedulerConfig(
-        num_blocks=64, block_size=16, max_num_batched_tokens=40, max_num_seqs=16, max_model_len=512, **limits
+        num_blocks=64, block_size=16, max_num_batched_tokens=40, max_num_seqs=16, max_model_len=512
     )
     fields = CacheKeyFields(runner.model.fingerprint, runner.layout.dtype, "test")
     engine = EngineCore(Scheduler(config, fields, FakeClock()), runner, LazyExecutor())
     for request in requests:
         engine.scheduler.add_request(request)
+    return engine
+
+
+def check_idle(engine: EngineCore) -> None:
+    engine.scheduler.kv_cache_manager.check_invariant()
+    assert not engine.scheduler.kv_cache_manager.blocks_in_use()
+
+
+def tokens_of(runner: TorchModelRunner, requests: list[Request]) -> dict[str, list[int]]:
+    engine = engine_of(runner, requests)
     tokens: defaultdict[str, list[int]] = defaultdict(list)
     while engine.has_work():
         for outputs in engine.step().values():
             for output in outputs:
                 assert output.error is None
                 tokens[output.request_id].extend(output.new_token_ids)
-    engine.scheduler.kv_cache_manager.check_invariant()
-    assert not engine.scheduler.kv_cache_manager.blocks_in_use()
+    check_idle(engine)
     return tokens
 
 
@@ -190,12 +198,7 @@ def test_requests_that_end_while_later_steps_are_begun_leave_nothing(model: Path
 
 def test_steps_that_are_executed_out_of_order_are_refused(model: Path, whole: TorchModelRunner) -> None:
     runner = pipelined(whole, SlowStages(model, 2))
-    config = SchedulerConfig(
-        num_blocks=64, block_size=16, max_num_batched_tokens=40, max_num_seqs=16, max_model_len=512
-    )
-    scheduler = Scheduler(config, CacheKeyFields("f", "float32", "test"), FakeClock())
-    for request in decoding(4):
-        scheduler.add_request(request)
+    scheduler = engine_of(runner, decoding(4)).scheduler
     first = scheduler.schedule()
     second = scheduler.schedule()
     for decided in (first, second):
@@ -205,72 +208,75 @@ def test_steps_that_are_executed_out_of_order_are_refused(model: Path, whole: To
         runner.execute_model(first)
 
 
-@pytest.mark.parametrize("where", ["while it samples", "while the next one begins"])
-def test_a_step_that_fails_fails_alone_with_the_one_behind_it(
-    model: Path, whole: TorchModelRunner, monkeypatch: pytest.MonkeyPatch, where: str
+def fails_once(function: Callable[..., Any], when: Callable[..., bool]) -> Callable[..., Any]:
+    """The function, which has no room at the first call of which `when` is true."""
+    to_fail = True
+
+    def called(*arguments: Any) -> Any:
+        nonlocal to_fail
+        if to_fail and when(*arguments):
+            to_fail = False
+            raise MemoryError("no room")
+        return function(*arguments)
+
+    return called
+
+
+def errors_of(
+    engine: EngineCore, requests: list[Request], late: Sequence[Request] = (), is_due: Callable[[], bool] = lambda: True
+) -> dict[str, object]:
+    """The errors of all requests, None of those that were served; `late` ones come when they are due."""
+    errors: dict[str, object] = {}
+    for request in requests:
+        engine.scheduler.add_request(request)
+    while engine.has_work():
+        if late and is_due():
+            for request in late:
+                engine.scheduler.add_request(request)
+            late = ()
+        for outputs in engine.step().values():
+            errors.update({one.request_id: one.error for one in outputs if one.outcome is not None})
+    return errors
+
+
+def check_goes_on(runner: TorchModelRunner, stages: SlowStages, engine: EngineCore) -> None:
+    assert errors_of(engine, decoding(4)) == {f"r{index}": None for index in range(4)}
+    check_idle(engine)
+    assert stages.depths[-1] == 0
+    assert runner.num_requests <= 4
+
+
+def test_a_step_that_fails_while_it_samples_fails_alone(
+    model: Path, whole: TorchModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = SlowStages(model, 2)
     runner = pipelined(whole, stages)
-    scheduler = Scheduler(
-        SchedulerConfig(num_blocks=64, block_size=16, max_num_batched_tokens=40, max_num_seqs=16, max_model_len=512),
-        CacheKeyFields(runner.model.fingerprint, runner.layout.dtype, "test"),
-        FakeClock(),
-    )
-    engine = EngineCore(scheduler, runner, LazyExecutor())
-    take, rows_of = runner._take, runner._rows_of
-    to_fail = True
+    monkeypatch.setattr(runner, "_take", fails_once(runner._take, lambda *_: stages.log.count("end") > 6))
+    engine = engine_of(runner)
+    errors = errors_of(engine, decoding(4))
+    assert ["no room" in str(error) for error in errors.values()] == [True] * 4
+    check_goes_on(runner, stages, engine)
 
-    def fail_once(when: bool) -> None:
-        nonlocal to_fail
-        if to_fail and when:
-            to_fail = False
-            raise MemoryError("no room")
 
-    def take_or_fail(step: StepResults, rows: StepRows, computed: HiddenAndLogits) -> None:
-        fail_once(where == "while it samples" and stages.log.count("end") > 6)
-        take(step, rows, computed)
+def test_a_step_that_fails_while_the_next_one_begins_fails_with_it(
+    model: Path, whole: TorchModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rows of a step that is begun beside chunks of a long prompt are those of another prompt."""
+    stages = SlowStages(model, 2)
+    runner = pipelined(whole, stages)
 
-    def rows_or_fail(step: StepResults, counts: Iterable[tuple[str, int]]) -> StepRows | None:
-        is_ahead = step is not runner._steps[0].results
-        fail_once(where == "while the next one begins" and is_ahead and "late" in dict(counts))
-        return rows_of(step, counts)
+    def begins_ahead(step: StepResults, counts: Iterable[tuple[str, int]]) -> bool:
+        return step is not runner._steps[0].results and "late" in dict(counts)
 
-    monkeypatch.setattr(runner, "_take", take_or_fail)
-    monkeypatch.setattr(runner, "_rows_of", rows_or_fail)
-    ends: dict[str, object] = {}
-
-    def run(requests: list[Request], late: Sequence[Request] = ()) -> None:
-        for request in requests:
-            engine.scheduler.add_request(request)
-        while engine.has_work():
-            if late and stages.log.count("end") > 5:
-                # They are in the step behind the one that fails, and not in that one.
-                for request in late:
-                    engine.scheduler.add_request(request)
-                late = ()
-            for outputs in engine.step().values():
-                ends.update({one.request_id: one.error for one in outputs if one.outcome is not None})
-
-    if where == "while it samples":
-        run(decoding(4))
-        assert len(ends) == 4
-    else:
-        # The last rows of a step that is begun beside chunks of a long prompt are those of another prompt.
-        params = decoding(1)[0].sampling_params
-        run(
-            [Request("long", RequestSpec(make_prompts(256)["prompt-33"] * 6, params))],
-            [Request("late", RequestSpec([7, 8, 9], params))],
-        )
-        assert "the step before it failed" in str(ends.pop("late"))
-    assert not to_fail
-    assert all("no room" in str(error) for error in ends.values())
-    ends.clear()
-    run(decoding(4))
-    assert set(ends.values()) == {None}
-    engine.scheduler.kv_cache_manager.check_invariant()
-    assert not engine.scheduler.kv_cache_manager.blocks_in_use()
-    assert stages.depths[-1] == 0
-    assert runner.num_requests <= 4
+    monkeypatch.setattr(runner, "_rows_of", fails_once(runner._rows_of, begins_ahead))
+    engine = engine_of(runner)
+    params = decoding(1)[0].sampling_params
+    long = Request("long", RequestSpec(make_prompts(256)["prompt-33"] * 6, params))
+    late = Request("late", RequestSpec([7, 8, 9], params))  # in the step behind the one that fails, and not in that one
+    errors = errors_of(engine, [long], [late], lambda: stages.log.count("end") > 5)
+    assert "the step before it failed" in str(errors["late"])
+    assert "no room" in str(errors["long"])
+    check_goes_on(runner, stages, engine)
 
 
 def test_the_time_of_a_step_that_begins_ahead_counts_from_the_end_of_the_one_before(
@@ -294,7 +300,7 @@ def test_the_time_of_a_step_that_begins_ahead_counts_from_the_end_of_the_one_bef
 def test_closing_ends_a_step_that_is_being_computed(model: Path) -> None:
     for _ in range(5):
         runner = load_runner(
-            TorchSpec(model, dtype="float32", num_blocks=64, pipeline_parallel=2), start_ranks=FakeRankGroup
+            TorchSpec(model, dtype="float32", num_blocks=64, pipeline_parallel=2), start_stages=FakeStages.start
         )
         begun = threading.Event()
         begin = runner._transformer.begin  # type: ignore[attr-defined]

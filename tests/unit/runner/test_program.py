@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from baton.runner.backends.attention_call import StepLayout
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError, Program
+from tests.support.kernel_inputs import one_request, randn
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
 
 WIDTH = 64
 
 
-def _randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
-
-
-def _layout(rows: int) -> StepLayout:
-    """The layout of a step that computes one whole request."""
-    starts = torch.tensor([0, rows], dtype=torch.int32)
-    return StepLayout(
-        starts, starts[1:].clone(), [torch.zeros(1, 4, dtype=torch.int32)], [torch.arange(rows)], starts.clamp(max=1)
-    )
+_randn = partial(randn, dtype=torch.bfloat16)
 
 
 def _normed_product(threads: int = 2) -> tuple[Program, torch.Tensor, kernels.Packed]:
@@ -42,7 +34,7 @@ def test_steps_of_any_size_follow_each_other() -> None:
     for rows in (1, 3, 200, 2, 700, 64):
         x, sampled = _randn(rows, WIDTH, seed=rows), torch.arange(rows - 1, -1, -2)
         out = torch.empty(len(sampled), 80, dtype=torch.bfloat16)
-        program.run([x, out], _layout(rows), sampled)
+        program.run([x, out], one_request(rows), sampled)
         expected = kernels.linear(kernels.rms_norm(x, scale, 1e-6, threads=1), packed, threads=1)[sampled]
         assert torch.equal(out, expected)
 
@@ -52,10 +44,10 @@ def test_only_products_write_float32_rows() -> None:
     x, out = program.argument(WIDTH), program.argument(96, dtype=torch.float32)
     program.linear(x, packed, None, into=out)
     rows, got = _randn(3, WIDTH), torch.empty(3, 96)
-    program.run([rows, got], _layout(3), torch.tensor([2]))
+    program.run([rows, got], one_request(3), torch.tensor([2]))
     assert torch.equal(got, kernels.linear(rows, packed, out_dtype=torch.float32, threads=1))
     with pytest.raises(KernelArgumentError, match=r"arguments: .* must be \(3, 96\) torch.float32"):
-        program.run([rows, got.bfloat16()], _layout(3), torch.tensor([2]))
+        program.run([rows, got.bfloat16()], one_request(3), torch.tensor([2]))
     with pytest.raises(KernelArgumentError, match="only products"):
         program.linear(out, kernels.pack(_randn(8, 96)), None, into="out")
     with pytest.raises(KernelArgumentError, match="only products"):
@@ -65,10 +57,10 @@ def test_only_products_write_float32_rows() -> None:
 def test_times_are_kept_when_asked_for() -> None:
     program, _, _ = _normed_product()
     arguments = [_randn(5, WIDTH), torch.empty(1, 80, dtype=torch.bfloat16)]
-    program.run(arguments, _layout(5), torch.tensor([4]))
+    program.run(arguments, one_request(5), torch.tensor([4]))
     assert not program.seconds()
     program.timing = True
-    program.run(arguments, _layout(5), torch.tensor([4]))
+    program.run(arguments, one_request(5), torch.tensor([4]))
     seconds = program.seconds()
     assert set(seconds) == {"linear", "rms_norm", "take_rows"}
     assert min(seconds.values()) > 0
@@ -78,7 +70,7 @@ def test_times_are_kept_when_asked_for() -> None:
 
 def test_a_step_of_other_shapes_is_refused() -> None:
     program, _, _ = _normed_product()
-    x, out, layout, sampled = _randn(5, WIDTH), torch.zeros(1, 80).bfloat16(), _layout(5), torch.tensor([4])
+    x, out, layout, sampled = _randn(5, WIDTH), torch.zeros(1, 80).bfloat16(), one_request(5), torch.tensor([4])
     for arguments in ([x[:4], out], [x.float(), out], [x, torch.zeros(2, 80).bfloat16()], [x.T.contiguous().T, out]):
         with pytest.raises(KernelArgumentError, match="arguments"):
             program.run(arguments, layout, sampled)

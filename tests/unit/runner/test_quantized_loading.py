@@ -8,13 +8,11 @@ import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -23,48 +21,23 @@ from safetensors.torch import load_file, save_file
 
 from baton.engine.runner import ModelInfo
 from baton.errors import ConfigError
-from baton.runner.backends.cpu import kernels
-from baton.runner.backends.cpu.kernels import Packed
-from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.torch_operations import TorchOperations, TorchStack, TorchWeight
 from baton.runner.backends.weight_rows import Weight
 from baton.runner.model import weights
 from baton.runner.model.layers import PackedLinear
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.stored.layers import StoredLinear
-from baton.runner.model_runner import TorchModelRunner
 from kv_transfer.layout import LayoutFingerprint, layout_mismatch
-from tests.support.load_with import load_with
+from tests.support.packed_runs import CountingOperations, PlainOnly, Sample, error, load, logits, refuse
 from tests.support.quantized_models import (
     FP8_FORMATS,
     PACKED_FORMATS,
     edit_config,
     write_quantized_model,
 )
-from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
 
 FORMATS = {**PACKED_FORMATS, **FP8_FORMATS}
-PROMPT = [(7 * position) % 251 for position in range(40)]
-
-
-class CountingOperations(CompiledOperations):
-    """The kernels, which take a quarter of the time of torch's products, and count the quantised weights they pack."""
-
-    def __init__(self) -> None:
-        super().__init__(1, f"kernels-{kernels.available().numerics}")
-        self.num_packed = 0
-
-    def pack(self, *weights: Weight) -> Packed:
-        self._count(*weights)
-        return super().pack(*weights)
-
-    def pack_gated(self, gate: Weight, up: Weight) -> Packed:
-        self._count(gate, up)
-        return super().pack_gated(gate, up)
-
-    def _count(self, *weights: Weight) -> None:
-        self.num_packed += sum(not isinstance(weight, torch.Tensor) for weight in weights)
 
 
 class CountingReadLayers(TorchOperations):
@@ -78,47 +51,6 @@ class CountingReadLayers(TorchOperations):
         layers = [each for each in gc.get_objects() if type(each) is StoredLinear]
         self.most = max(self.most, sum(layer._held is not None for layer in layers))
         return super().pack(*weights)
-
-
-class PlainOnly(TorchOperations):
-    """torch's products on plain weights alone, as on a GPU."""
-
-    packs_quantized = False
-
-
-def load(directory: Path, **how: Any) -> TorchModelRunner:
-    return load_with(directory, dtype="float32", num_blocks=48, **how)
-
-
-def logits(runner: TorchModelRunner) -> npt.NDArray[np.float32]:
-    """The logits of the token that follows the prompt."""
-    seen: list[npt.NDArray[np.float32]] = []
-    compute = runner._transformer.compute
-
-    def watched(*arguments: Any) -> npt.NDArray[np.float32]:
-        seen.append(compute(*arguments))
-        return seen[-1]
-
-    runner._transformer.compute = watched  # type: ignore[method-assign, assignment]
-    driver = RunnerDriver(runner)
-    driver.add("request", PROMPT)
-    driver.step({"request": len(PROMPT)})
-    return seen[0]
-
-
-def error(found: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> float:
-    """The root of the mean square error, as a share of what was expected."""
-    return float(np.sqrt(np.square(found - expected).mean() / np.square(expected).mean()))
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A model, and the logits that its numbers give as plain weights."""
-
-    directory: Path
-    twin: Path
-    """A plain model that has the same numbers; the model itself, if that is plain."""
-    expected: npt.NDArray[np.float32]
 
 
 @pytest.fixture(scope="module")
@@ -181,52 +113,46 @@ def test_a_mixture_computes_with_the_weights_that_its_file_means(
 
 
 @pytest.mark.parametrize(
-    ("architecture", "name", "operations"),
+    ("architecture", "name", "operations", "most"),
     [
-        ("llama", "gptq-int4-asymmetric", None),
-        ("llama", "ct-int8-rows", None),
-        ("phi3", "awq-int4", None),
-        ("mixtral", "ct-int4", None),
-        ("llama", "gptq-int4-asymmetric", TorchOperations(1)),
-        ("mixtral", "gptq-int4-asymmetric", TorchOperations(1)),
+        # Each product with integers rounds its input to 8 bits, and a mixture may choose another expert then.
+        ("llama", "gptq-int4-asymmetric", None, 0.15),
+        ("llama", "ct-int8-rows", None, 0.15),
+        ("phi3", "awq-int4", None, 0.15),
+        ("mixtral", "ct-int4", None, 0.3),
+        ("llama", "gptq-int4-asymmetric", TorchOperations(1), 0.15),
+        ("mixtral", "gptq-int4-asymmetric", TorchOperations(1), 0.3),
+        # Products with float8 round nothing but their sums.
+        ("llama", "fp8-block", None, 1e-5),
+        ("qwen3", "fp8-tensor", None, 1e-5),
+        ("phi3", "fp8-channel", None, 1e-5),
+        ("mixtral", "fp8-block", None, 1e-5),
+        ("llama", "fp8-channel", TorchOperations(1), 1e-5),
+        ("mixtral", "fp8-block", TorchOperations(1), 1e-5),
     ],
 )
-def test_products_with_integers_differ_by_the_rounding_of_their_inputs(
-    quantized_sample: Callable[[str, str], Sample], architecture: str, name: str, operations: TorchOperations | None
+def test_packed_products_differ_by_the_rounding_of_their_inputs_and_sums(
+    quantized_sample: Callable[[str, str], Sample],
+    architecture: str,
+    name: str,
+    operations: TorchOperations | None,
+    most: float,
 ) -> None:
     sample = quantized_sample(architecture, name)
     runner = load(sample.directory, operations=operations)
-    # Each product rounds its input to 8 bits, and a mixture may choose another expert then.
-    assert 0 < error(logits(runner), sample.expected) < (0.3 if architecture == "mixtral" else 0.15)
+    assert 0 < error(logits(runner), sample.expected) < most
     assert runner.model.bit_exact, runner.model.bit_exact_reason
     assert runner._transformer.has_own_loop
     assert runner._transformer.has_programs == (operations is None and architecture != "mixtral")
 
 
 @pytest.mark.parametrize(
-    ("architecture", "name", "operations"),
+    ("architecture", "name"),
     [
-        ("llama", "fp8-block", None),
-        ("qwen3", "fp8-tensor", None),
-        ("phi3", "fp8-channel", None),
-        ("mixtral", "fp8-block", None),
-        ("llama", "fp8-channel", TorchOperations(1)),
-        ("mixtral", "fp8-block", TorchOperations(1)),
+        *((architecture, "gptq-int4-asymmetric") for architecture in sorted(set(TINY_MODELS) - {"gpt_oss", "gpt2"})),
+        *((architecture, "fp8-block") for architecture in ("deepseek_v3", "gemma2", "opt", "qwen3_moe")),
     ],
 )
-def test_products_with_float8_round_nothing_but_their_sums(
-    quantized_sample: Callable[[str, str], Sample], architecture: str, name: str, operations: TorchOperations | None
-) -> None:
-    sample = quantized_sample(architecture, name)
-    runner = load(sample.directory, operations=operations)
-    assert error(logits(runner), sample.expected) < 1e-5
-    assert runner.model.bit_exact, runner.model.bit_exact_reason
-    assert runner._transformer.has_own_loop
-    assert runner._transformer.has_programs == (operations is None and architecture != "mixtral")
-
-
-@pytest.mark.parametrize("name", ["gptq-int4-asymmetric", "fp8-block"])
-@pytest.mark.parametrize("architecture", sorted(set(TINY_MODELS) - {"gpt_oss", "gpt2"}))
 def test_every_architecture_takes_packed_weights(
     quantized_sample: Callable[[str, str], Sample], architecture: str, name: str
 ) -> None:
@@ -238,38 +164,38 @@ def test_every_architecture_takes_packed_weights(
 
 
 @pytest.mark.parametrize("name", ["awq-int4", "fp8-block"])
-def test_only_the_weights_of_one_part_are_in_memory_before_they_are_packed(tmp_path: Path, name: str) -> None:
-    write_quantized_model(tmp_path / "tiny", "llama", FORMATS[name])
+def test_only_the_weights_of_one_part_are_in_memory_before_they_are_packed(
+    quantized_sample: Callable[[str, str], Sample], name: str
+) -> None:
     operations = CountingReadLayers()
-    load(tmp_path / "tiny", operations=operations)
+    load(quantized_sample("llama", name).directory, operations=operations)
     # q, k, v and o. The model has 3 layers, each with 7 weights.
     assert operations.most == 4
 
 
-def test_operators_see_what_the_weights_are(tmp_path: Path) -> None:
-    write_quantized_model(tmp_path / "tiny", "llama", PACKED_FORMATS["awq-int4"])
-    kept, plain = load(tmp_path / "tiny"), load(tmp_path / "tiny", dequantize=True)
+def test_operators_see_what_the_weights_are(quantized_sample: Callable[[str, str], Sample]) -> None:
+    directory = quantized_sample("llama", "awq-int4").directory
+    kept, plain = load(directory), load(directory, dequantize=True)
     assert kept.model.compute_paths[0].runs == "int4 (AWQ), groups of 32, 4.75 bits a weight, 0 MiB"
     assert plain.model.compute_paths[0].runs == "int4 (AWQ), groups of 32, dequantised to float32, 0 MiB"
-    write_quantized_model(tmp_path / "float8", "llama", FP8_FORMATS["fp8-channel"])
-    float8 = load(tmp_path / "float8").model.compute_paths[0].runs
+    float8 = load(quantized_sample("llama", "fp8-channel").directory).model.compute_paths[0].runs
     assert float8 == "compressed-tensors: fp8 (e4m3), 8.44 bits a weight, 0 MiB"
 
 
 def test_nodes_that_treat_weights_differently_refuse_each_other_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain_sample: Callable[[str], Sample],
+    quantized_sample: Callable[[str, str], Sample],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    write_random_model(tmp_path / "tiny", TINY_MODELS["llama"], seed=0)
-
     def fingerprint(**how: Any) -> tuple[ModelInfo, LayoutFingerprint]:
-        runner = load(tmp_path / "tiny", **how)
+        runner = load(plain_sample("llama").directory, **how)
         return runner.model, LayoutFingerprint.of(runner.model, runner.layout, "nixl")
 
-    write_quantized_model(tmp_path / "quantised", "llama", PACKED_FORMATS["awq-int4"])
-    kept = load(tmp_path / "quantised").model.fingerprint
-    assert kept != load(tmp_path / "quantised", dequantize=True).model.fingerprint
+    quantised = quantized_sample("llama", "awq-int4").directory
+    kept = load(quantised).model.fingerprint
+    assert kept != load(quantised, dequantize=True).model.fingerprint
     monkeypatch.setattr(weights, "READING", weights.READING + 1)
-    assert load(tmp_path / "quantised").model.fingerprint != kept, "another version of Baton may read it differently"
+    assert load(quantised).model.fingerprint != kept, "another version of Baton may read it differently"
     plain, four, eight = fingerprint(), fingerprint(quantization="int4"), fingerprint(quantization="int8")
     assert len({model.fingerprint for model, _ in (plain, four, eight)}) == 3
     told = layout_mismatch(plain[1], four[1], "prefill-0", "decode-0")
@@ -280,8 +206,13 @@ def test_nodes_that_treat_weights_differently_refuse_each_other_by_name(
     assert layout_mismatch(plain[1], fingerprint(dequantize=True)[1]) is None
 
 
-@pytest.mark.parametrize("architecture", TINY_MODELS)
-@pytest.mark.parametrize(("quantization", "share"), [("int8", 0.1), ("int4", 0.6)])
+@pytest.mark.parametrize(
+    ("architecture", "quantization", "share"),
+    [
+        *((architecture, "int4", 0.6) for architecture in TINY_MODELS),
+        *((architecture, "int8", 0.1) for architecture in ("llama", "gpt2", "gpt_oss", "qwen3_moe")),
+    ],
+)
 def test_a_plain_model_that_is_quantised_at_load_computes_nearly_the_same(
     plain_sample: Callable[[str], Sample], architecture: str, quantization: str, share: float
 ) -> None:
@@ -322,15 +253,6 @@ def test_the_router_of_a_mixture_stays_plain(tmp_path: Path) -> None:
     module = load(tmp_path / "tiny", quantization="int4")._transformer._module
     router = next(name for name in plain if name.endswith("layers.1.block_sparse_moe.gate.weight"))
     assert torch.equal(module.model.layers[1].mlp.gate.weight, plain[router])
-
-
-def refuse(directory: Path, **how: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load(directory, **how)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert directory.name in message
-    return message
 
 
 @pytest.fixture(scope="module")
@@ -430,10 +352,9 @@ def test_a_quantised_checkpoint_is_not_quantised_again(directory: Path) -> None:
     assert "quantised already (int4 (GPTQ), groups of 32)" in refuse(directory, quantization="int4")
 
 
-def test_operations_that_take_no_integers_refuse_to_quantise(tmp_path: Path) -> None:
-    write_random_model(tmp_path / "tiny", TINY_MODELS["llama"], seed=0)
+def test_operations_that_take_no_integers_refuse_to_quantise(plain_sample: Callable[[str], Sample]) -> None:
     with pytest.raises(ConfigError, match="int4 weights can't be computed by torch-3-rows"):
-        load(tmp_path / "tiny", quantization="int4", operations=PlainOnly(1))
+        load(plain_sample("llama").directory, quantization="int4", operations=PlainOnly(1))
 
 
 def test_a_weight_with_a_number_that_is_not_finite_is_not_quantised(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,17 @@ import torch
 from baton.messages.node_report import ComputePath
 from baton.node.process import log_slow_paths
 from baton.runner.backends.cpu import kernel_file
-from baton.runner.loading import load_runner
 from baton.runner.model.decoder import RotaryTable
 from baton.runner.model.fused_layers import FusedAttention, FusedMlp, FusedNorm
-from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.spec import TorchSpec
+from tests.support.load_with import load_tiny
 from tests.support.tiny_models import TINY_MODELS
 
 PARTS = (FusedAttention, FusedMlp, FusedNorm)
 
 
-def loaded(tmp_path: Path, config: Mapping[str, Any], dtype: str = "float32") -> TorchModelRunner:
-    write_random_model(tmp_path, config, seed=1)
-    return load_runner(TorchSpec(tmp_path, dtype=dtype, num_blocks=48))
+def loaded(tmp_path: Path, name: str = "llama", dtype: str = "float32", **config: Any) -> TorchModelRunner:
+    return load_tiny(tmp_path, name, seed=1, config=config, dtype=dtype)
 
 
 def fused(runner: TorchModelRunner) -> tuple[int, ...]:
@@ -60,14 +56,14 @@ RECOGNISED = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_the_expected_parts_are_recognised(tmp_path: Path, name: str, dtype: str) -> None:
-    runner = loaded(tmp_path, TINY_MODELS[name], dtype)
+    runner = loaded(tmp_path, name, dtype)
     assert runner.model.bit_exact
     assert (fused(runner), runner._transformer.has_own_loop) == RECOGNISED[name]
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu_new", "sigmoid"])
 def test_another_activation_is_left_to_transformers(tmp_path: Path, activation: str) -> None:
-    runner = loaded(tmp_path, {**TINY_MODELS["llama"], "hidden_act": activation})
+    runner = loaded(tmp_path, hidden_act=activation)
     assert runner.model.bit_exact
     # gelu_new is the tanh approximation under another name.
     assert fused(runner) == (3, 3 if activation == "gelu_new" else 0, 7)
@@ -82,14 +78,14 @@ def test_attention_that_does_something_else_is_left_as_it_is(tmp_path: Path, mon
 
     original = modeling_llama.apply_rotary_pos_emb
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotated_twice)
-    runner = loaded(tmp_path, TINY_MODELS["llama"], "bfloat16")
+    runner = loaded(tmp_path, dtype="bfloat16")
     assert runner.model.bit_exact
     assert fused(runner) == (0, 3, 7)
 
 
 @pytest.mark.parametrize(("dtype", "num_fused"), [("float32", 3), ("bfloat16", 0)])
 def test_attention_with_angles_of_another_dtype_is_left_as_it_is(tmp_path: Path, dtype: str, num_fused: int) -> None:
-    runner = loaded(tmp_path, {**TINY_MODELS["llama"], "model_type": "olmo"}, dtype)
+    runner = loaded(tmp_path, dtype=dtype, model_type="olmo")
     assert runner.model.bit_exact
     assert fused(runner)[0] == num_fused
 
@@ -104,22 +100,22 @@ def test_experts_of_older_releases_are_found(tmp_path: Path, monkeypatch: pytest
         for name in ("_is_expert_parallel", "has_post_expert_norm"):  # transformers 5.17 sets neither
             self.__dict__.pop(name, None)
 
-    expected = loaded(tmp_path, TINY_MODELS["mixtral"])
+    expected = loaded(tmp_path, "mixtral")
     monkeypatch.setattr(modeling_mixtral.MixtralExperts, "__init__", older)
-    runner = loaded(tmp_path, TINY_MODELS["mixtral"])
+    runner = loaded(tmp_path, "mixtral")
     assert runner.model.bit_exact
     assert fused(runner) == fused(expected)
 
 
 def test_a_loop_that_computes_something_else_stays_with_transformers(tmp_path: Path) -> None:
-    runner = loaded(tmp_path, {**TINY_MODELS["llama"], "model_type": "granite", "residual_multiplier": 0.5})
+    runner = loaded(tmp_path, model_type="granite", residual_multiplier=0.5)
     assert runner.model.bit_exact
     assert fused(runner) == (3, 3, 7)
     assert not runner._transformer.has_own_loop
 
 
 def test_mlps_with_biases_are_left_to_transformers(tmp_path: Path) -> None:
-    runner = loaded(tmp_path, {**TINY_MODELS["llama"], "mlp_bias": True})
+    runner = loaded(tmp_path, mlp_bias=True)
     assert fused(runner) == (3, 0, 7)
 
 
@@ -127,8 +123,17 @@ def paths_of(runner: TorchModelRunner) -> dict[str, ComputePath]:
     return {path.part: path for path in runner.model.compute_paths}
 
 
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What is logged, by a logger of its own, since earlier tests may have configured the module's logger."""
+    out = io.StringIO()
+    log = structlog.wrap_logger(structlog.PrintLogger(out), processors=[structlog.processors.JSONRenderer()])
+    monkeypatch.setattr("baton.node.process._log", log)
+    return out
+
+
 def test_a_model_on_the_fastest_path_says_so(tmp_path: Path) -> None:
-    paths = paths_of(loaded(tmp_path, TINY_MODELS["llama"]))
+    paths = paths_of(loaded(tmp_path))
     assert list(paths) == ["weights", "products", "attention", "decoder", "step"]
     assert paths["weights"] == ComputePath("weights", "float32, 0 MiB")
     assert paths["decoder"] == ComputePath("decoder", "Baton's loop over the layers")
@@ -136,44 +141,38 @@ def test_a_model_on_the_fastest_path_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "why"),
+    ("name", "changed", "why"),
     [
-        ({"model_type": "granite", "residual_multiplier": 0.5}, "its logits are not those of transformers' loop"),
-        ({"hidden_act": "sigmoid"}, ""),
-        ({"model_type": "gpt2"}, "GPT2LMHeadModel has no part model"),
+        ("llama", {"model_type": "granite", "residual_multiplier": 0.5}, "logits are not those of transformers' loop"),
+        ("llama", {"hidden_act": "sigmoid"}, ""),
+        ("gpt2", {}, "GPT2LMHeadModel has no part model"),
     ],
 )
 def test_a_slower_decoder_is_named_with_its_reason(
-    tmp_path: Path, changed: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, logged: io.StringIO, name: str, changed: dict[str, Any], why: str
 ) -> None:
-    out = io.StringIO()
-    # A logger of its own, since earlier tests may have configured the module's logger.
-    log = structlog.wrap_logger(structlog.PrintLogger(out), processors=[structlog.processors.JSONRenderer()])
-    monkeypatch.setattr("baton.node.process._log", log)
-    base = TINY_MODELS["gpt2"] if changed.get("model_type") == "gpt2" else TINY_MODELS["llama"]
-    runner = loaded(tmp_path, {**base, **changed})
+    runner = loaded(tmp_path, name, **changed)
     paths = paths_of(runner)
     assert why in paths["decoder"].why_not_faster
     assert bool(why) == bool(paths["decoder"].why_not_faster)
     assert paths["step"].why_not_faster
     log_slow_paths(runner.model)
-    said = [json.loads(line)["event"] for line in out.getvalue().splitlines()]
+    said = [json.loads(line)["event"] for line in logged.getvalue().splitlines()]
     slow = [path for path in paths.values() if path.why_not_faster]
     assert said == [
         f"a slower path: {one.part} is computed by {one.runs}, because {one.why_not_faster}" for one in slow
     ]
 
 
-def test_without_kernels_one_line_says_so_and_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    out = io.StringIO()
-    log = structlog.wrap_logger(structlog.PrintLogger(out), processors=[structlog.processors.JSONRenderer()])
-    monkeypatch.setattr("baton.node.process._log", log)
+def test_without_kernels_one_line_says_so_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, logged: io.StringIO
+) -> None:
     monkeypatch.setattr(kernel_file, "LIBRARY", tmp_path / "none.so")
-    info = loaded(tmp_path, TINY_MODELS["llama"]).model
+    info = loaded(tmp_path).model
     reason = "the kernel library is not built: install a C compiler, then run `pip install -e .` again"
     slow = [ComputePath("products", "torch", reason), ComputePath("step", "one call each", "there are no programs")]
     log_slow_paths(replace(info, compute_paths=tuple(slow)))
-    (line,) = out.getvalue().splitlines()
+    (line,) = logged.getvalue().splitlines()
     assert f"{reason}. Until then prompts take about twelve times as long" in line
 
 
@@ -190,7 +189,7 @@ def test_attention_that_is_not_recognised_is_named_with_its_reason(
         return original(self, *arguments, **named)
 
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", strict)
-    why = paths_of(loaded(tmp_path, TINY_MODELS["llama"]))["decoder"].why_not_faster
+    why = paths_of(loaded(tmp_path))["decoder"].why_not_faster
     assert "self_attn of LlamaDecoderLayer is a LlamaAttention, no FusedAttention" in why
     assert "it raised TypeError: it wants past_key_values" in why
 
@@ -201,4 +200,4 @@ def test_a_bug_in_the_decoder_is_raised_and_no_slower_path_taken(
     """Otherwise a model would be served slower without a reason that anyone sees."""
     monkeypatch.setattr(RotaryTable, "__init__", lambda self, *_arguments: self.mispelled)
     with pytest.raises(AttributeError, match="mispelled"):
-        loaded(tmp_path, TINY_MODELS["llama"])
+        loaded(tmp_path)

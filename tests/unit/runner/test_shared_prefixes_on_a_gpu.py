@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,12 @@ import torch
 from baton.messages.sampling import SamplingParams
 from baton.runner.backends.attention_call import AttentionCall
 from baton.runner.backends.cuda import shared_splits
-from baton.runner.backends.cuda.cuda_operations import CudaOperations
-from baton.runner.backends.device import CPU
-from baton.runner.loading import load_runner
 from baton.runner.model import decode_graphs
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.spec import TorchSpec
 from tests.doubles.fake_attention import fake_paged_attention
 from tests.doubles.fake_graph import FakeRecorder
+from tests.support.load_with import load_as_on_a_gpu
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
 
@@ -36,10 +35,15 @@ PROMPTS = {
 TOKENS = {"whole": 5, "lone": 9, "half": 4, "again": 8, "short": 9}
 
 
-@pytest.fixture(autouse=True)
-def _short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_splits, "SPLIT", SPLIT)
-    monkeypatch.setattr(decode_graphs, "SPLIT", SPLIT)
+@pytest.fixture(autouse=True, scope="module")
+def _short_splits() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(shared_splits, "SPLIT", SPLIT)
+        monkeypatch.setattr(decode_graphs, "SPLIT", SPLIT)
+        yield
+
+
+Model = Callable[[str], tuple[Path, dict[str, list[int]]]]
 
 
 class CheckingAttention:
@@ -72,10 +76,17 @@ class CheckingAttention:
         self.sharers.append(len(found))
 
 
-def runner_of(directory: Path, attend: Any, record: Any = None) -> TorchModelRunner:
-    return load_runner(
-        TorchSpec(directory, dtype="float32", num_blocks=64), operations=CudaOperations(CPU, attend, record)
-    )
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """The directory of an architecture's tiny model, and the tokens of its prompts, computed once."""
+
+    @cache
+    def written(architecture: str) -> tuple[Path, dict[str, list[int]]]:
+        directory = tmp_path_factory.mktemp(architecture)
+        write_random_model(directory, TINY_MODELS[architecture], 0)
+        return directory, tokens_of(load_as_on_a_gpu(directory))
+
+    return written
 
 
 def tokens_of(runner: TorchModelRunner) -> dict[str, list[int]]:
@@ -94,12 +105,11 @@ def tokens_of(runner: TorchModelRunner) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "mistral"])
 @pytest.mark.parametrize("record", [None, FakeRecorder], ids=["kernel by kernel", "graphs"])
-def test_steps_tell_the_kernel_who_shares(tmp_path: Path, architecture: str, record: type[FakeRecorder] | None) -> None:
-    write_random_model(tmp_path, TINY_MODELS[architecture], 0)
-    attend = CheckingAttention()
-    runner = runner_of(tmp_path, attend, record and record())
+def test_steps_tell_the_kernel_who_shares(model: Model, architecture: str, record: type[FakeRecorder] | None) -> None:
+    (directory, expected), attend = model(architecture), CheckingAttention()
+    runner = load_as_on_a_gpu(directory, attend, record and record())
     attend.sharers.clear()
-    assert tokens_of(runner) == tokens_of(runner_of(tmp_path, fake_paged_attention))
+    assert tokens_of(runner) == expected
     if architecture == "mistral":  # all of its layers have a window
         assert not attend.sharers
         return
@@ -111,10 +121,9 @@ def test_steps_tell_the_kernel_who_shares(tmp_path: Path, architecture: str, rec
         assert graphs.sizes == [1, 2, 4, 8]
 
 
-def test_prompts_are_computed_without_sharers(tmp_path: Path) -> None:
-    write_random_model(tmp_path, TINY_MODELS["llama"], 0)
-    attend = CheckingAttention()
-    runner = runner_of(tmp_path, attend)
+def test_prompts_are_computed_without_sharers(model: Model) -> None:
+    (directory, _), attend = model("llama"), CheckingAttention()
+    runner = load_as_on_a_gpu(directory, attend)
     driver = RunnerDriver(runner)
     whole = driver.add("whole", PROMPTS["whole"])
     driver.step({"whole": len(PROMPTS["whole"])})
@@ -144,11 +153,11 @@ def no_sharing(call: AttentionCall) -> torch.Tensor:
     ids=["other bits", "fails"],
 )
 def test_a_kernel_that_can_not_share_is_used_without(
-    tmp_path: Path, attend: Any, reason: str, caplog: pytest.LogCaptureFixture
+    model: Model, attend: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_random_model(tmp_path, TINY_MODELS["llama"], 0)
+    directory, expected = model("llama")
     with caplog.at_level(logging.WARNING):
-        runner = runner_of(tmp_path, attend)
+        runner = load_as_on_a_gpu(directory, attend)
     assert runner.model.bit_exact
     assert reason in caplog.text
-    assert tokens_of(runner) == tokens_of(runner_of(tmp_path, fake_paged_attention))
+    assert tokens_of(runner) == expected

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -28,12 +28,6 @@ pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.availabl
 ISAS = kernels.available().isas
 DTYPES = (torch.float32, torch.bfloat16)
 TILE = 64
-
-
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    yield
-    kernels.use_isa(None)
 
 
 def _cache(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.engine.batch import BlockCopy, CachedRequestData, ForkedRequestData, NewRequestData, SchedulerOutput
+from baton.engine.batch import CachedRequestData, ForkedRequestData, NewRequestData, SchedulerOutput
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
@@ -22,17 +22,12 @@ from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.model_formats.adapters import open_adapter
 from baton.runner import SimulatedSpec, StepTime, load
-from baton.runner.simulated import (
-    SimulatedRunner,
-    expected_beams,
-    expected_kv,
-    expected_tokens,
-    likeliest_tokens,
-)
+from baton.runner.simulated import SimulatedRunner, likeliest_tokens
 from tests.doubles.fake_clock import FakeClock
 from tests.support.adapter_files import write_simple_adapter
 from tests.support.engine_rig import name_of
 from tests.support.runner_driver import RunnerDriver
+from tests.support.simulated_oracle import expected_beams, expected_kv, expected_tokens
 
 SPEC = SimulatedSpec(num_blocks=64, block_size=4, vocab_size=997, max_model_len=256)
 PROMPTS = {"a": [1, 2, 3], "b": [1, 2, 3, 4], "c": list(range(30)), "d": [5], "e": list(range(100, 117))}
@@ -166,51 +161,6 @@ def test_slots_are_recognisable() -> None:
     assert len({row.tobytes() for row in heads}) == heads.shape[0]
 
 
-def test_kv_moved_as_raw_memory_is_the_same_kv() -> None:
-    sender, receiver = driven(), driven()
-    prompt, first = PROMPTS["e"], expected_tokens(PROMPTS["e"], GREEDY, SPEC)[:1]
-    sent = sender.add("e", prompt, replace(GREEDY, max_tokens=1))
-    sender.finish(chunk=8)
-    assert sent.output == first
-    receiver.add("other", [7] * 9, GREEDY)
-    taken = receiver.add("e", prompt, GREEDY, output=first, num_computed=len(prompt))
-    source, target = sender.runner.memory, receiver.runner.memory
-    for mine, theirs in zip(taken.block_ids, sent.block_ids, strict=False):
-        ctypes.memmove(
-            target.base_address + mine * target.block_bytes,
-            source.base_address + theirs * source.block_bytes,
-            source.block_bytes,
-        )
-    receiver.finish()
-    assert taken.output == expected_tokens(prompt, GREEDY, SPEC)
-
-
-def test_a_cached_prefix_and_a_copied_block_give_the_same_tokens() -> None:
-    driver = driven()
-    first = driver.add("c", PROMPTS["c"], GREEDY)
-    driver.finish()
-    driver.requests.clear()
-    shared = driver.add("again", PROMPTS["c"], GREEDY, shared=first.block_ids[:7], num_computed=28)
-    driver.finish()
-    assert shared.output == first.output
-
-    # 26 of the tokens are in shared blocks; the seventh block is copied before it is written to.
-    fork = NewRequestData("fork", PROMPTS["c"], (), GREEDY, [*first.block_ids[:6], 60, 61, 62], 26)
-    copies = [BlockCopy(first.block_ids[6], 60)]
-    out = driver.runner.execute_model(SchedulerOutput(9, [fork], [], {"fork": 4}, 4, blocks_to_copy=copies))
-    assert out.sampled_token_ids["fork"] == first.output[:1]
-
-
-def test_a_resumed_request_has_new_blocks_and_its_old_tokens() -> None:
-    driver = driven()
-    request = driver.add("c", PROMPTS["c"], GREEDY)
-    for count in (30, 1, 1):
-        driver.step({"c": count})
-    resumed = CachedRequestData("c", list(range(40, 52)), 0, resumed=True)
-    out = driver.runner.execute_model(SchedulerOutput(9, [], [resumed], {"c": 33}, 33))
-    assert [*request.output, *out.sampled_token_ids["c"]] == expected_tokens(PROMPTS["c"], GREEDY, SPEC)[:4]
-
-
 def test_stop_ids_end_a_request_only_after_min_tokens() -> None:
     free = expected_tokens([1], GREEDY, SPEC)
     stopping = replace(GREEDY, stop_token_ids=frozenset({free[3]}))
@@ -218,15 +168,6 @@ def test_stop_ids_end_a_request_only_after_min_tokens() -> None:
     barred = expected_tokens([1], replace(stopping, min_tokens=6), SPEC)
     assert free[3] not in barred[:6]
     assert barred[:3] == free[:3]
-
-
-def test_finished_requests_are_forgotten() -> None:
-    driver = driven()
-    driver.add("a", [1, 2, 3], GREEDY)
-    driver.step({"a": 3})
-    driver.step({}, finished=["a"])
-    out = driver.runner.execute_model(SchedulerOutput(5, [], [CachedRequestData("a", (), 3)], {"a": 1}, 1))
-    assert out.failed == {"a": "the runner does not know this request"}
 
 
 @pytest.mark.parametrize(("parent", "num_shared"), [("stranger", 3), ("a", 5)])

@@ -14,8 +14,9 @@ from baton.messages.node_report import RankReport
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.remote_stages import frames
 from baton.runner.remote_stages.frames import FrameKind, FrameReader, FrameWriter, cut
-from baton.runner.remote_stages.stage_spec import StageSpec, StepCopies, figures_from_json, figures_to_json
+from baton.runner.remote_stages.stage_messages import StepCopies, figures_from_json, figures_to_json
 from baton.runner.spec import CacheSpec
+from baton.runner.stage_spec import PROTOCOL, StageSpec
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -87,7 +88,8 @@ def test_a_writer_whose_connection_fails_says_so_once(pair: Pair) -> None:
 
 
 def test_specifications_answers_and_copies_are_read_as_they_were_written() -> None:
-    spec = StageSpec(1, 3, "abc", "bfloat16", 16, CacheSpec(64, None, "int8"), 1 << 20, 2, "int4", dequantize=True)
+    cache = CacheSpec(64, None, "int8", is_of_all_stages=True)
+    spec = StageSpec("/models/tiny", "abc", "bfloat16", 16, cache, 5, 2, 4, 1, 3, 1 << 20, "int4", dequantize=True)
     assert StageSpec.from_json(spec.to_json()) == spec
     report = RankReport(5, 456, True, 1 << 30, 1 << 20, 7.5, 3)
     assert figures_from_json(figures_to_json(report), 2, "10.0.0.2") == replace(report, rank=2, host="10.0.0.2")
@@ -117,8 +119,8 @@ def test_other_figures_are_refused(text: bytes) -> None:
     [
         (b"[]", "no JSON object"),
         (b"{", "Expecting"),
-        (b'{"protocol": 9}', "the leader speaks version 9, and this one 1"),
-        (b'{"protocol": 1, "index": 1}', "something else than what to load"),
+        (b'{"protocol": 9}', f"the leader speaks version 9, and this one {PROTOCOL}"),
+        (b'{"protocol": %d, "index": 1}' % PROTOCOL, "something else than what to load"),
     ],
 )
 def test_another_specification_is_refused(text: bytes, reason: str) -> None:

@@ -1,11 +1,9 @@
-"""Stages of a model: their layers, what they exchange, and the slots and the ring through which micro-batches go."""
+"""Stages of a model: their layers, what they exchange, and what the ranks of a stage read of a micro-batch."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,29 +14,15 @@ from baton.engine.runner import LayerGeometry
 from baton.errors import ConfigError
 from baton.messages.pooling import PoolingParams
 from baton.messages.sampling import SamplingParams
-from baton.runner.backends.cpu.kernels.barrier import Barrier
-from baton.runner.backends.cpu.kernels.errors import RankLost
-from baton.runner.backends.ranks.host_ranks import SharedMemory
+from baton.runner.backends.ranks.host_ranks import SharedFiles
 from baton.runner.execution.input_batch import FlatBatch
-from baton.runner.loading import load_runner
-from baton.runner.model.random_model import write_random_model
 from baton.runner.model.stage import LayerReport, StageReport
 from baton.runner.parts import Stage
 from baton.runner.pipelined_runner import divide
-from baton.runner.ranks.group_files import GroupFiles, RankFiles, StageRing
-from baton.runner.ranks.micro_batch import MicroBatch, Task
-from baton.runner.ranks.micro_batch_slot import SlotsInTurns
-from baton.runner.ranks.rank_parts import HostStages
-from baton.runner.spec import TorchSpec
-from tests.doubles.fake_rank_group import FakeRankGroup
-from tests.support.tiny_models import TINY_MODELS
-
-
-@pytest.fixture
-def files() -> Iterator[GroupFiles]:
-    made = GroupFiles(3)
-    yield made
-    made.close()
+from baton.runner.ranks.micro_batch import MicroBatch
+from baton.runner.ranks.step_slot import StepSlot
+from tests.doubles.fake_stages import FakeStages
+from tests.support.load_with import load_tiny
 
 
 @pytest.mark.parametrize("count", range(1, 9))
@@ -52,20 +36,14 @@ def test_each_layer_is_in_one_stage_and_the_last_stage_has_no_more_than_others(c
 
 
 def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
-    write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
     with pytest.raises(ConfigError, match=r"3 layers can't be divided among 4 stages; at most 3 would do"):
-        load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=16, pipeline_parallel=4), start_ranks=FakeRankGroup)
+        load_tiny(tmp_path, "llama", pipeline_parallel=4, start_stages=FakeStages.start)
 
 
 def test_a_head_may_be_narrower_than_the_layers(tmp_path: Path) -> None:
     """OPT-350m projects the rows behind its last layer: embeddings are narrower than what stages hand on."""
-    write_random_model(tmp_path, {**TINY_MODELS["opt"], "word_embed_proj_dim": 32}, seed=5)
-    runners = [
-        load_runner(
-            TorchSpec(tmp_path, dtype="float32", num_blocks=16, pipeline_parallel=stages), start_ranks=FakeRankGroup
-        )
-        for stages in (1, 2)
-    ]
+    narrow: dict[str, Any] = {"seed": 5, "config": {"word_embed_proj_dim": 32}, "start_stages": FakeStages.start}
+    runners = [load_tiny(tmp_path, "opt", pipeline_parallel=stages, **narrow) for stages in (1, 2)]
     prompt = NewRequestData("p", [5, 6, 7, 8, 9], (), SamplingParams(temperature=0.0), range(1, 2), 0)
     embedded = NewRequestData("e", [5, 6, 7, 8, 9], (), SamplingParams(), range(2, 3), 0, pooling=PoolingParams())
     step = SchedulerOutput(0, [prompt, embedded], [], {"p": 5, "e": 5}, 10)
@@ -80,11 +58,11 @@ def test_a_head_may_be_narrower_than_the_layers(tmp_path: Path) -> None:
 
 def test_a_part_of_a_later_stage_that_is_slower_is_in_the_report(tmp_path: Path) -> None:
     """The first layer is dense, and only the layers behind it have experts."""
-    write_random_model(tmp_path, {**TINY_MODELS["deepseek_v3"], "model_type": "dots1", "head_dim": 16}, seed=5)
+    config: dict[str, Any] = {"model_type": "dots1", "head_dim": 16}
     reasons = []
     for stages in (1, 3):
-        runner = load_runner(
-            TorchSpec(tmp_path, dtype="float32", num_blocks=16, pipeline_parallel=stages), start_ranks=FakeRankGroup
+        runner = load_tiny(
+            tmp_path, "deepseek_v3", seed=5, config=config, pipeline_parallel=stages, start_stages=FakeStages.start
         )
         step = next(path for path in runner.model.compute_paths if path.part == "step")
         reasons.append((step.runs, step.why_not_faster))
@@ -96,7 +74,8 @@ def test_a_part_of_a_later_stage_that_is_slower_is_in_the_report(tmp_path: Path)
     ]
 
 
-def test_all_stages_get_the_reports_of_all(files: GroupFiles) -> None:
+def test_all_ranks_get_the_reports_of_all_stages() -> None:
+    files = SharedFiles.make()
     expected = [
         StageReport(
             layers={
@@ -111,45 +90,10 @@ def test_all_stages_get_the_reports_of_all(files: GroupFiles) -> None:
         )
         for index in range(3)
     ]
-
-    def exchange(rank: int) -> list[StageReport]:
-        # Two ranks of each stage, of which the first one writes.
-        barrier = Barrier(SharedMemory(files.stages[0].control), 6)
-        stages = HostStages(Stage(rank // 2, 3), files.stages[0].reports, barrier, writes=rank % 2 == 0)
-        return stages.exchange(expected[rank // 2])
-
-    with ThreadPoolExecutor(6) as pool:
-        assert list(pool.map(exchange, range(6))) == [expected] * 6
-
-
-def test_a_message_goes_round_the_ring_and_a_cut_ends_all_waiting(files: GroupFiles) -> None:
-    rings = [StageRing(stage.receiving, stage.sending) for stage in files.stages]
-    for turn in range(3):
-        assert not rings[0].wait(timeout=0)
-        rings[0].send()
-        for ring in rings[1:]:
-            ring.receive()
-            ring.send()
-        assert rings[0].wait(), turn
-        rings[0].receive()
-    arrived = threading.Barrier(4)
-
-    def wait(ring: StageRing) -> None:
-        arrived.wait()
-        with pytest.raises(RankLost):
-            ring.receive()
-
-    with ThreadPoolExecutor(3) as pool:
-        waiting = [pool.submit(wait, ring) for ring in rings]
-        arrived.wait()
-        files.cut_ring()
-        files.cut_ring()
-        for one in waiting:
-            one.result(timeout=60)
-    for ring in rings:
-        with pytest.raises(RankLost):
-            ring.send()
-        ring.close()
+    first, second = (StepSlot(files.step) for _ in range(2))
+    first.write_reports(expected)
+    assert second.read_reports() == expected
+    files.close()
 
 
 def a_batch(rng: np.random.Generator) -> FlatBatch:
@@ -175,32 +119,26 @@ def arrays_of(micro: MicroBatch) -> list[np.ndarray | None]:
     return [*(getattr(micro.batch, name) for name in FlatBatch.__dataclass_fields__), micro.logits_rows]
 
 
-def test_micro_batches_are_read_as_they_were_written_with_rows_and_results_behind(files: GroupFiles) -> None:
+def test_ranks_read_what_the_first_one_has_written() -> None:
+    files = SharedFiles.make()
     rng = np.random.default_rng(5)
-    ours, theirs = (SlotsInTurns(files.stages[0].slots) for _ in range(2))
-    pending = []
+    first, second = (StepSlot(files.step) for _ in range(2))
     for turn in range(60):
-        rows = rng.integers(0, 9, size=turn) if turn % 3 else None
-        micro = MicroBatch(Task(1 + turn % 2), a_batch(rng), rows)
-        ours.next().write(micro)
-        pending.append(micro)
-        if len(pending) < len(ours):
-            continue
-        # A batch is under way in each slot.
-        expected, slot = pending.pop(0), theirs.next()
-        got = slot.read()
-        assert got.task is expected.task
+        expected = MicroBatch(a_batch(rng), rng.integers(0, 9, size=turn) if turn % 3 else None)
+        count = expected.batch.token_ids.size
+        rows = None if turn % 4 == 0 else torch.full((count, 8), float(turn), dtype=torch.bfloat16)
+        first.write(expected, rows)
+        got = second.read()
         for one, other in zip(arrays_of(got), arrays_of(expected), strict=True):
             assert (one is None) == (other is None)
             if one is not None and other is not None:
                 assert one.dtype == other.dtype
                 assert np.array_equal(one, other)
-        count = got.batch.token_ids.size
-        slot.rows(count, 8, torch.bfloat16).fill_(turn)
-        slot.results(got.num_results, 8, 40, torch.bfloat16).logits.fill_(-turn)
-        slot.results(got.num_results, 8, 40, torch.bfloat16).hidden.fill_(turn)
-        assert np.array_equal(slot.read().batch.token_ids, expected.batch.token_ids)
-        assert bool((slot.results(got.num_results, 8, 40, torch.bfloat16).logits == -turn).all())
+        if rows is not None:
+            # A rank's copy is its own.
+            second.received(count, 8, torch.bfloat16).fill_(-1)
+            assert torch.equal(second.received(count, 8, torch.bfloat16), rows)
+    files.close()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -221,10 +159,3 @@ def test_a_step_is_divided_in_parts_of_nearly_equal_size(seed: int) -> None:
         assert len([name for name, _ in flat if name in drafted]) == len(drafted)
         sizes = [sum(count for _, count in part) for part in parts]
         assert max(sizes) <= -(-sum(counts.values()) // num_parts) + 2
-
-
-def test_files_of_a_rank_are_told_as_numbers(files: GroupFiles) -> None:
-    for stage in files.stages:
-        assert RankFiles.of(stage.descriptors) == stage
-    links = [(stage.sending, files.stages[(index + 1) % 3].receiving) for index, stage in enumerate(files.stages)]
-    assert len({end for link in links for end in link}) == 6

@@ -13,22 +13,18 @@ from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelInfo
 from baton.runner.backends.low_rank import RowAdapters
 from baton.runner.backends.torch_operations import ROWS_PER_CALL, TorchOperations, TorchStack, TorchWeight
-from baton.runner.loading import load_runner
-from baton.runner.model.random_model import write_random_model
-from baton.runner.spec import TorchSpec
+from tests.support.load_with import load_tiny
 from tests.support.runner_driver import RunnerDriver
-from tests.support.tiny_models import TINY_MODELS
 
 PROMPT = [(position * 37 + 5) % 256 for position in range(30)]
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_without_kernels_the_tokens_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    write_random_model(tmp_path, TINY_MODELS[name], seed=1)
-    with_kernels = load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=48))
+    with_kernels = load_tiny(tmp_path, name, seed=1)
     absent = KernelInfo(isa=None, isas=(), numerics="", threads=False, reason="not built")
     monkeypatch.setattr(kernels, "available", lambda: absent)
-    without = load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=48))
+    without = load_tiny(tmp_path, name, seed=1)
     assert without.model.bit_exact
     assert without.model.numerics.startswith("torch-3-rows-8-threads-1/")
     assert without.model.numerics != with_kernels.model.numerics
@@ -73,13 +69,9 @@ class CarelessAdapters(Careless):
 
 
 def load_careless(directory: Path, enough: int, careless: type[Careless] = Careless) -> Any:
-    write_random_model(directory, TINY_MODELS["llama"], seed=1)
     operations = careless(1)
     operations.enough = enough
-    runner = load_runner(
-        TorchSpec(directory, dtype="float32", num_blocks=48, allow_unverified=True), operations=operations
-    )
-    return runner.model
+    return load_tiny(directory, "llama", seed=1, operations=operations, allow_unverified=True).model
 
 
 def test_the_smallest_padding_that_is_exact_is_taken(tmp_path: Path) -> None:

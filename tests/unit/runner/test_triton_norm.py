@@ -9,14 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from baton.runner.backends.cuda.cuda_operations import CudaOperations
-from baton.runner.backends.device import CPU
-from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import TorchModelRunner
-from baton.runner.spec import TorchSpec
-from tests.doubles.fake_attention import fake_paged_attention
 from tests.support.kernel_inputs import randn
+from tests.support.load_with import load_as_on_a_gpu
 from tests.support.tiny_models import TINY_MODELS
 from tests.support.triton_interpreter import DEVICE, triton_attention_module
 
@@ -93,15 +88,10 @@ def test_rows_may_have_gaps(norm: Any, dtype: torch.dtype) -> None:
     )
 
 
-def load(model: Path, norm: Any) -> TorchModelRunner:
-    operations = CudaOperations(CPU, fake_paged_attention, norm=norm)
-    return load_runner(TorchSpec(model, dtype="float32", num_blocks=64), operations=operations)
-
-
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the kernel is compiled for a GPU, and this model is on the CPU")
 def test_a_model_is_bit_exact_with_the_kernel(norm: Any, tmp_path: Path) -> None:
     write_random_model(tmp_path, {**TINY_MODELS["qwen3"], "num_hidden_layers": 1}, 0)
-    runner = load(tmp_path, norm)
+    runner = load_as_on_a_gpu(tmp_path, norm=norm)
     assert runner.model.bit_exact
     assert "-norms-triton/" in runner.model.numerics
 
@@ -136,7 +126,7 @@ def test_without_a_right_kernel_torch_computes_norms_and_a_warning_says_so(
 ) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], 0)
     with caplog.at_level(logging.WARNING):
-        runner = load(tmp_path, norm)
+        runner = load_as_on_a_gpu(tmp_path, norm=norm)
     assert "-norms-torch/" in runner.model.numerics
     (warning,) = (record.getMessage() for record in caplog.records if "norms" in record.getMessage())
     assert reason in warning

@@ -78,6 +78,7 @@ TREE = (
     Member(3 * SPLIT, 8, 2 * SPLIT),
 )
 """Five sequences share two splits, and three others one."""
+PAIR = (Member(2 * SPLIT + 40), Member(2 * SPLIT + 1, 0, 2 * SPLIT))
 
 
 class Step:
@@ -173,7 +174,7 @@ def test_bits_are_those_of_each_row_alone(module: ModuleType, name: str) -> None
 
 @pytest.mark.parametrize("name", NEVER_SHARING if DEVICE.type == "cuda" else ("groups of 16", "a window"))
 def test_where_nothing_is_shared_the_bits_stay(module: ModuleType, name: str) -> None:
-    step = Step(NEVER_SHARING[name], TREE[:6])
+    step = Step(NEVER_SHARING[name], PAIR)
     assert torch.equal(step.attend(module, step.find()), step.attend(module))
 
 
@@ -208,7 +209,7 @@ def test_sequences_without_a_row_share(module: ModuleType, fours: tuple[Step, to
 def test_steps_whose_sums_take_too_much_memory_do_not_share(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = Step(KINDS["groups of 4"], TREE[:6])
+    step = Step(KINDS["groups of 4"], PAIR)
     expected = step.attend(module)
     monkeypatch.setattr(module, "_MOST_PARTIAL_SUMS", 0)
     monkeypatch.delattr(module, "_merge_splits")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import json
 import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +30,11 @@ from baton.runner.model.checkpoint import open_checkpoint
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.stored.convert_gguf import convert
 from baton.runner.model.weights import load_model, resolve_dtype
-from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import CacheSpec, WeightSpec
 from tests.doubles.fake_rank_group import FakeRankGroup
+from tests.doubles.fake_stages import FakeStages
 from tests.support.gguf_models import random_module, write_module
+from tests.support.load_with import load_with
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
 
@@ -165,72 +169,45 @@ def test_a_bad_directory_is_refused_in_one_line(directory: Path, damage: Callabl
     assert re.search(words, refuse(directory))
 
 
-@pytest.mark.parametrize("model", ["qwen2", "llama", "gpt2"])
-@pytest.mark.parametrize("number", [0, -2, 1 << 40])
-@pytest.mark.parametrize("field", ["hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"])
-def test_a_size_that_no_model_has_is_refused_by_its_name(directory: Path, model: str, field: str, number: int) -> None:
-    edit_config(directory, model_type=model, **{field: number})
-    assert refuse(directory).endswith(f"has {field} {number} in its config.json; copy it again")
-
-
-@pytest.mark.parametrize("number", [0, -1, 16.5, True, "64"])
-@pytest.mark.parametrize("field", ["intermediate_size", "num_hidden_layers", "head_dim"])
-def test_what_is_no_size_is_refused_before_anything_is_made_of_it(
-    directory: Path, field: str, number: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weights_module, "_skeleton", None)
-    edit_config(directory, **{field: number})
-    assert refuse(directory).endswith(f"has {field} {number!r} in its config.json; copy it again")
-
-
-@pytest.mark.parametrize("model", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
-@pytest.mark.parametrize("number", [0, -1, 99])
-def test_more_experts_than_there_are_or_none_at_all_are_refused(tmp_path: Path, model: str, number: int) -> None:
-    directory = tmp_path / "mixed"
-    write_random_model(directory, TINY_MODELS[model], seed=1)
-    edit_config(directory, num_experts_per_tok=number)
-    assert refuse(directory).endswith(f"has num_experts_per_tok {number} in its config.json; copy it again")
+REFUSED_NUMBERS = """
+qwen2                                  | hidden_size num_attention_heads num_key_value_heads | 0 -2 1099511627776
+qwen2                                  | head_dim                                            | 0 -1 1099511627776 16.5
+qwen2                                  | intermediate_size num_hidden_layers                 | 0 -1 16.5 true "64"
+llama                                  | hidden_size num_attention_heads num_key_value_heads | 0
+gpt2                                   | hidden_size num_attention_heads                     | -2 1099511627776
+mixtral qwen3_moe deepseek_v3 gpt_oss  | num_experts_per_tok                                 | 0 -1 99
+mixtral gpt_oss                        | num_local_experts                                   | 0 -4
+qwen3_moe                              | num_experts decoder_sparse_step                     | 0
+qwen3_moe                              | moe_intermediate_size                               | 0
+deepseek_v3                            | n_group topk_group                                  | 0 3
+deepseek_v3                            | n_routed_experts q_lora_rank kv_lora_rank           | 0
+deepseek_v3                            | qk_rope_head_dim                                    | 0
+deepseek_v3                            | n_shared_experts v_head_dim                         | -1
+mistral                                | sliding_window                                      | 0 -16
+gemma3_text                            | sliding_window sliding_window_pattern               | 0
+gemma2                                 | query_pre_attn_scalar                               | 0
+gemma2                                 | final_logit_softcapping                             | 0.0
+gpt2                                   | n_inner                                             | 0
+opt                                    | ffn_dim word_embed_proj_dim                         | 0
+"""
+"""Architectures, fields of their configuration, and numbers with which no such model can be made."""
 
 
 @pytest.mark.parametrize(
     ("model", "field", "number"),
     [
-        ("mixtral", "num_local_experts", 0),
-        ("mixtral", "num_local_experts", -4),
-        ("qwen3_moe", "num_experts", 0),
-        ("qwen3_moe", "decoder_sparse_step", 0),
-        ("qwen3_moe", "moe_intermediate_size", 0),
-        ("deepseek_v3", "n_routed_experts", 0),
-        ("deepseek_v3", "n_group", 0),
-        ("deepseek_v3", "n_group", 3),
-        ("deepseek_v3", "topk_group", 0),
-        ("deepseek_v3", "topk_group", 3),
-        ("deepseek_v3", "n_shared_experts", -1),
-        ("deepseek_v3", "q_lora_rank", 0),
-        ("deepseek_v3", "kv_lora_rank", 0),
-        ("deepseek_v3", "qk_rope_head_dim", 0),
-        ("deepseek_v3", "v_head_dim", -1),
-        ("gpt_oss", "num_local_experts", 0),
-        ("mistral", "sliding_window", 0),
-        ("mistral", "sliding_window", -16),
-        ("gemma3_text", "sliding_window", 0),
-        ("gemma3_text", "sliding_window_pattern", 0),
-        ("gemma2", "query_pre_attn_scalar", 0),
-        ("gemma2", "final_logit_softcapping", 0.0),
-        ("gpt2", "n_inner", 0),
-        ("opt", "ffn_dim", 0),
-        ("opt", "word_embed_proj_dim", 0),
+        (model, field, json.loads(number))
+        for models, fields, numbers in (line.split("|") for line in REFUSED_NUMBERS.split("\n")[1:-1])
+        for model, field, number in itertools.product(models.split(), fields.split(), numbers.split())
     ],
 )
-def test_a_number_of_one_architecture_is_refused_by_its_name(
-    tmp_path: Path, model: str, field: str, number: float, monkeypatch: pytest.MonkeyPatch
+def test_a_number_with_which_no_model_can_be_made_is_refused_before_anything_is_made_of_it(
+    directory: Path, model: str, field: str, number: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = tmp_path / "wrong"
-    write_random_model(directory, TINY_MODELS[model], seed=1)
     monkeypatch.setattr(weights_module, "_skeleton", None)
     # Not what transformers writes, which has other names for some numbers.
     (directory / "config.json").write_text(json.dumps({**TINY_MODELS[model], field: number}))
-    assert refuse(directory).endswith(f"has {field} {number} in its config.json; copy it again")
+    assert refuse(directory).endswith(f"has {field} {number!r} in its config.json; copy it again")
 
 
 @pytest.mark.parametrize("number", [0, -1.0, float("nan"), float("inf"), "10000", True])
@@ -410,105 +387,119 @@ def _status(key: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) << 10
 
 
-@pytest.mark.parametrize(
-    ("architecture", "stored", "num_layers"),
-    [("qwen2", "bfloat16", 12), ("qwen3_moe", "float32", 9), ("gpt_oss", "float32", 8)],
-)
+class Growth:
+    """How far the memory of this process has been, at most, above what it was at first."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        # Memory that the allocator kept from earlier tests would be used again and hide a copy.
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        self._before = _status("VmRSS")
+
+    def peak(self) -> int:
+        return _status("VmHWM") - self._before
+
+
+@dataclass(frozen=True)
+class LargeModel:
+    """A model whose weights are many times what one layer needs on its way, and one like it that is tiny."""
+
+    tiny: Path
+    large: Path
+    stored: str
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the weights in float32."""
+        size = (self.large / "model.safetensors").stat().st_size * (2 if self.stored == "bfloat16" else 1)
+        assert size > 100 << 20
+        return size
+
+
+LARGE = {"qwen2": ("bfloat16", 24), "qwen3_moe": ("float32", 9), "gpt_oss": ("float32", 8)}
+"""The stored dtype and the number of layers: weights that are cast, merged (experts), or transposed (experts)."""
+
+
+@pytest.fixture(scope="module")
+def large_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LargeModel]:
+    """The large model of an architecture, which is written once."""
+
+    @cache
+    def written(architecture: str) -> LargeModel:
+        directory, (stored, num_layers) = tmp_path_factory.mktemp(architecture), LARGE[architecture]
+        shape = {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 512}
+        write_random_model(directory / "tiny", TINY_MODELS[architecture], 0)
+        large = {**TINY_MODELS[architecture], **shape, "num_hidden_layers": num_layers}
+        write_random_model(directory / "large", large, 0, stored)
+        return LargeModel(directory / "tiny", directory / "large", stored)
+
+    return written
+
+
+@pytest.mark.parametrize("architecture", LARGE)
 def test_weights_are_in_memory_once_while_they_are_loaded(
-    tmp_path: Path, architecture: str, stored: str, num_layers: int
+    large_model: Callable[[str], LargeModel], architecture: str
 ) -> None:
-    """Weights that are cast (qwen2), merged (the experts of qwen3_moe) or transposed (the experts of gpt_oss)."""
-    shape = {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 512}
-    write_random_model(tmp_path / "tiny", TINY_MODELS[architecture], 0)
-    load_runner(TorchSpec(tmp_path / "tiny", dtype="float32", num_blocks=16))
-    large = {**TINY_MODELS[architecture], **shape, "num_hidden_layers": num_layers}
-    write_random_model(tmp_path / "large", large, 0, stored)
-    gc.collect()
-    # Memory that the allocator kept from earlier tests would be used again and hide a copy.
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
-    runner = load_runner(TorchSpec(tmp_path / "large", dtype="float32", num_blocks=16))
-    weights = (tmp_path / "large/model.safetensors").stat().st_size * (2 if stored == "bfloat16" else 1)
-    assert weights > 100 << 20  # many times what one layer needs on its way
+    model = large_model(architecture)
+    load_runner(TorchSpec(model.tiny, dtype="float32", num_blocks=16))
+    growth = Growth()
+    runner = load_runner(TorchSpec(model.large, dtype="float32", num_blocks=16))
     # 1.08 to 1.18 with memory to convert one layer and what earlier tests left in the allocator; a copy gives 2.
-    assert _status("VmHWM") - before < 1.3 * (weights + runner.memory.num_bytes)
+    assert growth.peak() < 1.3 * (model.weights + runner.memory.num_bytes)
 
 
-@pytest.mark.parametrize(("architecture", "num_layers"), [("qwen2", 16), ("qwen3_moe", 9)])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe"])
 def test_ranks_have_their_parts_of_the_weights_while_they_are_loaded(
-    tmp_path: Path, architecture: str, num_layers: int
+    large_model: Callable[[str], LargeModel], architecture: str
 ) -> None:
     """The first rank has none before the others start, and then all together have each weight once."""
-    growth: list[int] = []
+    model = large_model(architecture)
+    divided: dict[str, Any] = {"num_threads": 4, "tensor_parallel": 2, "pipeline_parallel": 2}
+    divided |= {"start_stages": FakeStages.start}
+    load_with(model.tiny, dtype="float32", num_blocks=16, start_ranks=FakeRankGroup, **divided).close()
+    growth, of_first = Growth(), []
 
-    def load_in_parts(name: str, before: int = 0) -> TorchModelRunner:
-        def start(*arguments: Any) -> FakeRankGroup:
-            growth.append(_status("VmHWM") - before)
-            return FakeRankGroup(*arguments)
+    def start(*arguments: Any) -> FakeRankGroup:
+        of_first.append(growth.peak())
+        return FakeRankGroup(*arguments)
 
-        return load_runner(
-            TorchSpec(
-                tmp_path / name, dtype="float32", num_blocks=16, num_threads=4, tensor_parallel=2, pipeline_parallel=2
-            ),
-            start_ranks=start,
-        )
-
-    shape = {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 512}
-    write_random_model(tmp_path / "tiny", TINY_MODELS[architecture], 0)
-    load_in_parts("tiny").close()
-    large = {**TINY_MODELS[architecture], **shape, "num_hidden_layers": num_layers}
-    write_random_model(tmp_path / "large", large, 0, "bfloat16")
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
-    runner = load_in_parts("large", before)
-    growth.append(_status("VmHWM") - before)
+    runner = load_with(model.large, dtype="float32", num_blocks=16, start_ranks=start, **divided)
+    of_all = growth.peak()
     runner.close()
-    weights = 2 * (tmp_path / "large/model.safetensors").stat().st_size
-    assert weights > 100 << 20
     # A tensor of each rank, and the pages of the file around it, are a constant. The first rank had 9 to 22 MiB here,
     # with what earlier tests had left in the allocator, and all of the weights if it read the others' parts, too.
-    assert growth[-2] < weights // 4
+    assert of_first[0] < model.weights // 4
     # Ranks that read all columns or all layers give 2.
-    assert growth[-1] < 1.1 * (weights + runner.memory.num_bytes) + 4 * (16 << 20)
+    assert of_all < 1.1 * (model.weights + runner.memory.num_bytes) + 4 * (16 << 20)
 
 
-def test_quantised_weights_are_in_memory_once_while_they_are_loaded(tmp_path: Path) -> None:
-    shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 24}
-    write_random_model(tmp_path / "tiny", TINY_MODELS["qwen2"], 0)
-    load_runner(TorchSpec(tmp_path / "tiny", dtype="bfloat16", num_blocks=16, quantization="int4"))
-    write_random_model(tmp_path / "large", {**TINY_MODELS["qwen2"], **shape}, 0, "bfloat16")
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
-    runner = load_runner(TorchSpec(tmp_path / "large", dtype="bfloat16", num_blocks=16, quantization="int4"))
-    plain = (tmp_path / "large/model.safetensors").stat().st_size
-    assert plain > 100 << 20
-    packed = plain * 4.5 / 16
-    # Reading ahead, a region of the kernels' memory and one layer's tensors are a constant; a plain copy is `plain`.
-    assert _status("VmHWM") - before < packed + runner.memory.num_bytes + (64 << 20)
+def test_quantised_weights_are_in_memory_once_while_they_are_loaded(large_model: Callable[[str], LargeModel]) -> None:
+    model, how = large_model("qwen2"), {"dtype": "bfloat16", "num_blocks": 16, "quantization": "int4"}
+    load_with(model.tiny, **how)
+    growth = Growth()
+    runner = load_with(model.large, **how)
+    # Reading ahead, a region of the kernels' memory and one layer's tensors are a constant; a plain copy is half of the
+    # weights in float32.
+    assert growth.peak() < model.weights * 4.5 / 32 + runner.memory.num_bytes + (64 << 20)
 
 
 def test_blocks_of_a_gguf_file_are_in_memory_once_while_they_are_loaded(tmp_path: Path) -> None:
     shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 32, "head_dim": 128}
+    numbers = 0
     for name, changes in (("tiny", {**shape, "num_hidden_layers": 1}), ("large", shape)):
-        source = write_module(tmp_path / f"{name}.gguf", random_module("llama", **changes), "Q4_K")
+        module = random_module("llama", **changes)
+        numbers = sum(weight.numel() for weight in module.parameters())
+        source = write_module(tmp_path / f"{name}.gguf", module, "Q4_K")
         (tmp_path / name).mkdir()
         convert(source, tmp_path / name, lambda _done, _total: None)
+    del module
     load_runner(TorchSpec(tmp_path / "tiny", dtype="bfloat16", num_blocks=16))
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
+    growth = Growth()
     runner = load_runner(TorchSpec(tmp_path / "large", dtype="bfloat16", num_blocks=16))
-    growth = _status("VmHWM") - before
-    plain = sum(weight.numel() for weight in random_module("llama", **shape).parameters()) * 2
-    assert plain > 130 << 20
+    assert numbers > 65 << 20
     # 41 MiB. A region of the kernels' memory and one layer's tensors are a constant; integers of all layers are 72 MiB.
-    assert growth < plain * 4.625 / 16 + runner.memory.num_bytes + (40 << 20)
+    assert growth.peak() < numbers * 4.625 / 8 + runner.memory.num_bytes + (40 << 20)
 
 
 def test_a_product_that_was_missed_makes_the_model_inexact(pristine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,19 +7,19 @@ from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 import tokenizers
 
 from baton.errors import ConfigError, InvalidRequest
 from baton.messages.sampling import ConstraintKind
-from baton.text.constraints.grammar import GrammarMatcher, Grammars, num_mask_words
+from baton.text.constraints.grammar import GrammarMatcher, Grammars
 from baton.text.constraints.schema_compiling import check_constraint
 from baton.text.constraints.structural_tags import lark_of_structural_tag
 from baton.text.tokenizer import Tokenizer
 from baton.text.tool_calls.events import CallBegun
 from baton.text.tool_calls.formats import FORMATS, CallGrammarOptions, Tool
 from tests.support.added_tokens import PLAIN, SPECIAL, tokenizer_json
+from tests.support.allowed_tokens import allowed_tokens
 
 EOS = 1
 BLANK = {"type": "Prepend", "prepend": "Ġ"}
@@ -35,10 +35,7 @@ class Model:
         self.grammars = Grammars(tokenizer, self.size, {EOS})
 
     def allowed(self, matcher: GrammarMatcher) -> list[int]:
-        mask = np.zeros(num_mask_words(self.size), dtype=np.int32)
-        matcher.fill(mask)
-        found: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
-        return found
+        return allowed_tokens(matcher, self.size)
 
     def output(self, text: str, kind: ConstraintKind, seed: int = 0) -> list[int]:
         return self.rest(self.grammars.matcher(text, kind), seed)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 
 import baton
 from baton.errors import InvalidRequest
-from baton.text.constraints.grammar import GrammarMatcher, Grammars, num_mask_words
+from baton.text.constraints.grammar import GrammarMatcher, Grammars
 from baton.text.constraints.schema_compiling import check_constraint
 from baton.text.constraints.structural_tags import lark_of_structural_tag
 from baton.text.tokenizer import Tokenizer
+from tests.support.allowed_tokens import allowed_tokens
 from tests.support.byte_matching import takes
 
 DEMO_MODEL = Path(baton.__file__).parent / "demo_model"
@@ -215,10 +217,16 @@ def test_a_grammar_does_not_grow_faster_than_its_tag() -> None:
         assert len(grammar_of(format_)) < 5 * len(json.dumps(format_)) + 1000
 
 
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[Grammars]:
+    with closing(Grammars.load(DEMO_MODEL, VOCAB, {EOS})) as loaded:
+        yield loaded
+
+
 @pytest.mark.parametrize("name", FORMATS)
-def test_tokens_of_a_vocabulary_are_masked_as_the_text_requires(name: str) -> None:
+def test_tokens_of_a_vocabulary_are_masked_as_the_text_requires(grammars: Grammars, name: str) -> None:
     """Also where a token reaches over the end of a tag."""
-    grammars, tokenizer = Grammars.load(DEMO_MODEL, VOCAB, {EOS}), Tokenizer.load(DEMO_MODEL)
+    tokenizer = Tokenizer.load(DEMO_MODEL)
     format_, good, _ = FORMATS[name]
     grammar, rng = grammar_of(format_), Random(1)
     for text in good:
@@ -227,15 +235,12 @@ def test_tokens_of_a_vocabulary_are_masked_as_the_text_requires(name: str) -> No
         tokens = walk(grammars.matcher(grammar, "grammar"), rng)
         if tokens[-1] == EOS:
             assert takes(grammar, tokenizer.decode(tokens[:-1]))
-    grammars.close()
 
 
 def walk(matcher: GrammarMatcher, rng: Random) -> list[int]:
     tokens: list[int] = []
-    mask = np.zeros(num_mask_words(VOCAB), dtype=np.int32)
     while EOS not in tokens and len(tokens) < 60:
-        matcher.fill(mask)
-        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+        allowed = allowed_tokens(matcher, VOCAB)
         tokens.append(EOS if EOS in allowed and rng.random() < 0.2 else rng.choice(allowed))
         matcher.advance(tokens[-1:])
     return tokens

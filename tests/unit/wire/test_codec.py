@@ -182,7 +182,7 @@ def test_an_unknown_router_message_is_refused_by_name() -> None:
         codec_node.router_message_from_pb(node_pb2.AttachRequest(submit=node_pb2.Submit()))
 
 
-def test_a_refusal_names_its_field_to_earlier_versions_and_of_them() -> None:
+def test_earlier_versions_and_this_one_tell_each_other_the_field_of_a_refusal() -> None:
     refusal = RequestDelta(KEY, outcome=Outcome.INVALID, error="is: too complex", error_field="json_schema")
     pb = codec_node.report_to_pb(StepReport([refusal], LoadReport()))
     assert pb.deltas[0].error == "json_schema: is: too complex"

@@ -41,8 +41,11 @@ from tests.support.http2_frames import (
     RST_STREAM,
     SETTINGS,
     WINDOW_UPDATE,
+    body_of,
+    first_window,
     frame,
     parse_frames,
+    window_update,
 )
 
 ASK = call_headers("/baton.v1.Node/Attach", "here:1")
@@ -77,19 +80,14 @@ def packed(*messages: bytes) -> bytes:
     return b"".join(struct.pack(">BI", 0, len(message)) + message for message in messages)
 
 
-def window_update(stream: int, more: int) -> bytes:
-    return frame(WINDOW_UPDATE, 0, stream, struct.pack(">I", more))
-
-
 def headers(stream: int, block: bytes, flags: int = 0) -> bytes:
     return frame(HEADERS, END_HEADERS | flags, stream, block)
 
 
-def connected(first_window: int | None = None) -> ClientConnection:
+def connected(window: int | None = None) -> ClientConnection:
     """Return a connection after the exchange of settings."""
     connection = ClientConnection(MAX_BYTES)
-    settings = b"" if first_window is None else struct.pack(">HI", 4, first_window)
-    connection.receive(frame(SETTINGS, 0, 0, settings))
+    connection.receive(frame(SETTINGS, 0, 0) if window is None else first_window(window))
     connection.take()
     return connection
 
@@ -103,10 +101,6 @@ def started_call(connection: ClientConnection, *messages: bytes) -> tuple[int, R
     connection.receive(headers(stream, BEGIN))
     connection.take()
     return stream, received
-
-
-def body_of(data: bytes, stream: int) -> bytes:
-    return b"".join(payload for kind, _, number, payload in parse_frames(data) if kind == DATA and number == stream)
 
 
 def test_a_call_is_sent_and_its_answer_received() -> None:
@@ -149,7 +143,7 @@ def test_messages_are_joined_however_they_are_split() -> None:
 
 
 def test_data_beyond_the_window_waits_in_order() -> None:
-    connection = connected(first_window=10)
+    connection = connected(window=10)
     stream, _ = started_call(connection)
     connection.send(stream, b"a" * 20)
     connection.send(stream, b"b", is_last=True)
@@ -159,14 +153,14 @@ def test_data_beyond_the_window_waits_in_order() -> None:
     connection.receive(window_update(stream, 12))
     second = connection.take()
     assert body_of(second, stream) == whole[10:22]
-    connection.receive(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1000)))
+    connection.receive(first_window(1000))
     acknowledged, *rest = parse_frames(connection.take())
     assert acknowledged == (SETTINGS, ACK, 0, b"")
     assert rest == [(DATA, END_STREAM, stream, whole[22:])]
 
 
 def test_all_calls_share_the_window_of_the_connection() -> None:
-    connection = connected(first_window=1 << 20)
+    connection = connected(window=1 << 20)
     stream, _ = started_call(connection)
     other, _ = started_call(connection)
     connection.send(stream, b"a" * 65_000)
@@ -300,8 +294,8 @@ def test_an_error_in_one_call_does_not_affect_others(said: bytes, code: grpc.Sta
         (frame(PUSH_PROMISE, END_HEADERS, 1, bytes(4)), PROTOCOL_ERROR),
         (frame(SETTINGS, 0, 1), PROTOCOL_ERROR),
         (frame(SETTINGS, 0, 0, b"abc"), FRAME_SIZE_ERROR),
-        (frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1 << 31)), FLOW_CONTROL_ERROR),
-        (window_update(1, 1 << 30) + frame(SETTINGS, 0, 0, struct.pack(">HI", 4, (1 << 31) - 1)), FLOW_CONTROL_ERROR),
+        (first_window(1 << 31), FLOW_CONTROL_ERROR),
+        (window_update(1, 1 << 30) + first_window((1 << 31) - 1), FLOW_CONTROL_ERROR),
         (frame(PING, 0, 1, bytes(8)), PROTOCOL_ERROR),
         (frame(PING, 0, 0, b"abc"), FRAME_SIZE_ERROR),
         (frame(PING, 0, 0, bytes(8)) * 1500, ENHANCE_YOUR_CALM),
@@ -433,7 +427,7 @@ async def test_the_last_call_of_a_closing_connection_ends_it_even_when_cancelled
 async def test_data_that_the_kernel_does_not_take_at_once_is_sent_later() -> None:
     async with sockets() as (client, peer):
         call, said = client.call(ASK, ReceivedCall()), b""
-        windows = frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1 << 26)) + window_update(0, 1 << 26)
+        windows = first_window(1 << 26) + window_update(0, 1 << 26)
         peer.writer.write(windows + frame(PING, 0, 0, b"are read"))
         while b"are read" not in said:
             said += await peer.reader.read(1 << 20)
@@ -460,7 +454,7 @@ def test_both_ends_understand_each_other(asks: list[int], answers: list[int], wi
     replies = [bytes([number]) * size for number, size in enumerate(answers)]
     for question in questions:
         client.send(stream, question, is_last=question is questions[-1])
-    client.receive(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, window)))
+    client.receive(first_window(window))
     got, is_ended, is_first = b"", False, True
     while received.ended is None:
         data = client.take()

@@ -43,8 +43,11 @@ from tests.support.http2_frames import (
     RST_STREAM,
     SETTINGS,
     WINDOW_UPDATE,
+    body_of,
+    first_window,
     frame,
     parse_frames,
+    window_update,
 )
 
 REQUEST = [(":method", "POST"), (":scheme", "http"), (":path", "/x")]
@@ -52,23 +55,15 @@ BLOCK = write_headers(REQUEST)
 TRAILERS = b"\x00\x01t\x01v"
 
 
-def window_update(stream: int, more: int) -> bytes:
-    return frame(WINDOW_UPDATE, 0, stream, struct.pack(">I", more))
-
-
 def request_headers(stream: int, flags: int = 0) -> bytes:
     return frame(HEADERS, END_HEADERS | flags, stream, BLOCK)
 
 
-def body_of(data: bytes, stream: int) -> bytes:
-    return b"".join(payload for kind, _, number, payload in parse_frames(data) if kind == DATA and number == stream)
-
-
-def connected(first_window: int | None = None) -> ServerConnection:
+def connected(window: int | None = None) -> ServerConnection:
     """Return a connection after the exchange of settings."""
     connection = ServerConnection(8192)
-    settings = b"" if first_window is None else struct.pack(">HI", 4, first_window)
-    assert connection.receive(PREFACE + frame(SETTINGS, 0, 0, settings)) == []
+    settings = frame(SETTINGS, 0, 0) if window is None else first_window(window)
+    assert connection.receive(PREFACE + settings) == []
     connection.take()
     return connection
 
@@ -123,7 +118,7 @@ def test_an_early_answer_asks_the_peer_to_stop_sending() -> None:
 
 
 def test_data_beyond_the_window_waits_in_order_before_the_trailers() -> None:
-    connection = connected(first_window=10)
+    connection = connected(window=10)
     connection.receive(request_headers(1, END_STREAM))
     assert not connection.send(1, b"0123456789abcdef")
     assert body_of(connection.take(), 1) == b"0123456789"
@@ -140,7 +135,7 @@ def test_data_beyond_the_window_waits_in_order_before_the_trailers() -> None:
 
 
 def test_sent_data_counts_towards_the_window() -> None:
-    connection = connected(first_window=10)
+    connection = connected(window=10)
     connection.receive(request_headers(1))
     assert connection.send(1, b"012345")
     assert not connection.send(1, b"6789ab")
@@ -148,28 +143,28 @@ def test_sent_data_counts_towards_the_window() -> None:
 
 
 def test_a_waiting_writer_is_notified_once_its_data_is_sent() -> None:
-    connection = connected(first_window=4)
+    connection = connected(window=4)
     connection.receive(request_headers(1) + request_headers(3))
     assert not connection.send(1, b"abcdef")
     assert connection.send(3, b"abcd"), "another stream's window is its own"
     assert connection.receive(window_update(1, 2)) == [StreamWritable(1)]
     assert not connection.send(1, b"g")
-    larger = frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 5))
+    larger = first_window(5)
     assert connection.receive(larger) == [StreamWritable(1)], "a new size of all windows counts for those that are open"
 
 
 def test_larger_windows_are_acknowledged_before_they_are_used() -> None:
     """Until then the peer counts by the old windows and treats data beyond them as an error."""
-    connection = connected(first_window=4)
+    connection = connected(window=4)
     connection.receive(request_headers(1))
     connection.send(1, b"abcdef")
     connection.take()
-    connection.receive(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 100)))
+    connection.receive(first_window(100))
     assert parse_frames(connection.take()) == [(SETTINGS, ACK, 0, b""), (DATA, 0, 1, b"ef")]
 
 
 def test_the_window_of_the_connection_goes_to_the_longest_waiting_stream() -> None:
-    connection = connected(first_window=1 << 20)
+    connection = connected(window=1 << 20)
     connection.receive(b"".join(request_headers(stream) for stream in (1, 3, 5)))
     assert not connection.send(1, b"x" * 65_536), "one byte more than the window"
     assert not connection.send(3, b"y" * 10)
@@ -197,7 +192,7 @@ def test_large_headers_are_split_into_frames_too() -> None:
 
 
 def test_large_bodies_are_sent_in_frames_of_the_minimum_size() -> None:
-    connection = connected(first_window=1 << 20)
+    connection = connected(window=1 << 20)
     connection.receive(request_headers(1) + window_update(0, 1 << 20))
     assert connection.send(1, bytes(40_000))
     assert [len(payload) for *_, payload in parse_frames(connection.take())] == [16_384, 16_384, 7_232]
@@ -229,7 +224,7 @@ def test_a_reset_ends_one_stream_alone() -> None:
 
 
 def test_a_stream_may_be_reset_before_its_waiting_data() -> None:
-    connection = connected(first_window=4)
+    connection = connected(window=4)
     connection.receive(request_headers(1, END_STREAM))
     connection.send(1, b"abcdef")
     connection.end(1, TRAILERS)
@@ -285,7 +280,7 @@ def test_a_closing_connection_takes_no_new_streams_and_ends_open_ones() -> None:
         (frame(HEADERS, 0, 1) + frame(CONTINUATION, 0, 1, bytes(16_384)) * 3, ENHANCE_YOUR_CALM),
         (frame(PING, 0, 0, b"short"), 6),
         (frame(SETTINGS, 0, 0, b"abc"), 6),
-        (frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1 << 31)), FLOW_CONTROL_ERROR),
+        (first_window(1 << 31), FLOW_CONTROL_ERROR),
         (window_update(0, 0), PROTOCOL_ERROR),
         (window_update(0, (1 << 31) - 1), FLOW_CONTROL_ERROR),
         (frame(RST_STREAM, 0, 7, bytes(4)), PROTOCOL_ERROR),
@@ -454,7 +449,7 @@ def test_any_bytes_of_a_peer_are_at_most_a_protocol_error(frames: list[bytes], d
         frame(0xEE, 0, 0),
         frame(PING, ACK, 0, bytes(8)),
         frame(GOAWAY, 0, 0, bytes(8)),
-        frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1)),
+        first_window(1),
     ],
     ids=["empty", "padding", "priority", "unknown", "answers", "farewells", "settings"],
 )
@@ -474,7 +469,7 @@ def test_changing_the_initial_window_is_charged_by_the_number_of_streams() -> No
     one_frame = frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", 4, size) for size in range(2_000)))
     connection.receive(one_frame)
     connection.take()
-    smaller, larger = (frame(SETTINGS, 0, 0, struct.pack(">HI", 4, size)) for size in (1, 2))
+    smaller, larger = (first_window(size) for size in (1, 2))
     assert fault_of(connection, (smaller + larger) * 10) == ENHANCE_YOUR_CALM
 
 

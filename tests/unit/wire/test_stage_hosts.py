@@ -15,7 +15,7 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.runner.remote_stages.frames import StageLinks, heartbeat
-from baton.runner.remote_stages.stage_spec import PROTOCOL
+from baton.runner.stage_spec import PROTOCOL
 from baton.security.authority import make_certificates
 from baton.security.tls_files import LiveTls, certificate_files
 from baton.wire import stage_hosts

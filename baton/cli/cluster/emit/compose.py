@@ -114,11 +114,11 @@ def _mounted(config: UpConfig, process: EmittedProcess) -> tuple[dict[str, str],
     for setting in settings.values():
         if setting.is_path:
             places.setdefault(setting.flag, f"{_INSIDE}/{setting.key}")
-    for flag, place in places.items():
+    for flag, target in places.items():
         if flag in inside:
             source = f"./{SETTINGS}" if flag == "--config" else inside[flag]
-            mounts.append(f"{source}:{place}:ro")
-            inside[flag] = place
+            mounts.append(f"{source}:{target}:ro")
+            inside[flag] = target
     if process.command == "node":
         # Routers name directories of adapters to nodes, so these are the same inside.
         mounts += [f"{directory}:{directory}:ro" for directory in dict.fromkeys(config.adapter_directories)]

@@ -53,7 +53,7 @@ def helm_files(config: UpConfig, processes: Sequence[EmittedProcess], settings: 
     if settings:
         values["config"] = settings
     for role, replicas in (("router", config.routers), ("prefill", config.prefill), ("decode", config.decode)):
-        values[role] = {"replicas": replicas} | _flags([each for each in processes if each.role == role])
+        values[role] = {"replicas": replicas} | _flags([process for process in processes if process.role == role])
     for role, hosts, stages in (
         ("prefill", config.prefill_hosts, config.prefill_pp or config.pp),
         ("decode", config.decode_hosts, config.decode_pp or config.pp),

@@ -72,4 +72,4 @@ def _ports(config: UpConfig) -> dict[str, str]:
 
 
 def _fill(template: str, values: Mapping[str, str]) -> str:
-    return re.sub("@([A-Z_]+)@", lambda found: values[found[1]], template)
+    return re.sub("@([A-Z_]+)@", lambda match: values[match[1]], template)

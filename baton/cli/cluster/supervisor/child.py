@@ -176,7 +176,7 @@ class ChildRun:
             passed = [write_end, self._death_pipe.read_end] if spec.announces else []
             words = [*command, *flags_of_descriptors(*passed)] if passed else command
             if fork_server is not None:
-                descriptors = {1: output, 2: output} | {one: one for one in passed}
+                descriptors = {1: output, 2: output} | {word: word for word in passed}
                 self._process = fork_server.fork(words, descriptors, spec.environment, has_fork_server=spec.has_ranks)
             if self._process is None:
                 self._process = subprocess.Popen(

@@ -384,6 +384,6 @@ def _last_words(log: Path) -> str:
     if not lines:
         return ""
     with suppress(ValueError, AttributeError):
-        found = json.loads(lines[-1])
-        return str(found.get("reason") or found.get("event") or lines[-1])
+        record = json.loads(lines[-1])
+        return str(record.get("reason") or record.get("event") or lines[-1])
     return lines[-1].removeprefix("baton: ")

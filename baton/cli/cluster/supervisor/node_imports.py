@@ -12,6 +12,7 @@ _MODULES = (
     "baton.node.process",
     "baton.runner.loading",
     "baton.runner.ranks.rank_process",
+    "baton.stage.running",
     "decode_node.app",
     "prefill_node.app",
     # What `np.median` imports.

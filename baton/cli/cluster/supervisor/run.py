@@ -60,21 +60,21 @@ def serve_detached(serve: Callable[[Report], None], log: Path) -> ClusterState:
                     _run(serve, write_end, log)
                 os.close(write_end)
                 os.waitpid(middle, 0)
-                found = _receive(messages)
-                background = found.get("pid", 0)
-            while "state" not in found:
-                if "error" in found:
+                message = _receive(messages)
+                background = message.get("pid", 0)
+            while "state" not in message:
+                if "error" in message:
                     # The pipe ends with the background process, so nothing of it is left when the command returns.
                     messages.read()
-                    raise DetachedStartFailed(found["error"], found["exit_code"])
-                found = _receive(messages)
+                    raise DetachedStartFailed(message["error"], message["exit_code"])
+                message = _receive(messages)
         except KeyboardInterrupt:
             if background:
                 with suppress(ProcessLookupError):
                     os.kill(background, signal.SIGTERM)
             messages.read()
             raise
-    return ClusterState.from_json(found["state"])
+    return ClusterState.from_json(message["state"])
 
 
 def _run(serve: Callable[[Report], None], pipe: int, log: Path) -> None:
@@ -119,8 +119,8 @@ def _receive(messages: IO[bytes]) -> dict[str, Any]:
     line = messages.readline()
     if not line:
         raise DetachedStartFailed("the supervisor ended before the cluster was ready", ExitCode.FAILED)
-    found: dict[str, Any] = json.loads(line)
-    return found
+    message: dict[str, Any] = json.loads(line)
+    return message
 
 
 def run_cluster(

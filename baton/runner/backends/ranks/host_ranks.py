@@ -7,6 +7,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -18,6 +19,7 @@ from baton.runner.parts import Shard
 
 _KEPT_BYTES = 256 << 20
 """How many bytes of a shared file stay in memory when an exchange is over."""
+_NUM_FILES = 6
 
 
 def make_shared_file() -> int:
@@ -90,7 +92,7 @@ class MemoryInTurns:
 
 @dataclass(frozen=True, slots=True)
 class SharedFiles:
-    """The descriptors of what the ranks of one stage share; whoever makes them closes them."""
+    """The descriptors of what the ranks of a stage share; whoever makes them closes them."""
 
     control: int
     """The barrier."""
@@ -99,24 +101,42 @@ class SharedFiles:
     boxes: tuple[int, int]
     """The two buffers through which single operations exchange results, in turns."""
     cache: int
-    """The KV cache of all stages, to which each rank writes its own layers and heads."""
+    """The KV cache of the stage, to which each rank writes its own heads."""
+    step: int
+    """The step that the ranks compute."""
+
+    @classmethod
+    def make(cls) -> SharedFiles:
+        """Make empty files; raises OSError."""
+        with ExitStack() as on_failure:
+            descriptors = []
+            for _ in range(_NUM_FILES):
+                descriptors.append(make_shared_file())
+                on_failure.callback(os.close, descriptors[-1])
+            on_failure.pop_all()
+            return cls.of(descriptors)
 
     @classmethod
     def of(cls, descriptors: Sequence[int]) -> SharedFiles:
         """The files with these descriptors, in the order of `descriptors`."""
-        control, program, first_box, second_box, cache = descriptors
-        return cls(control, program, (first_box, second_box), cache)
+        control, program, first_box, second_box, cache, step = descriptors
+        return cls(control, program, (first_box, second_box), cache, step)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        return (self.control, self.program, *self.boxes, self.cache)
+        return (self.control, self.program, *self.boxes, self.cache, self.step)
+
+    def close(self) -> None:
+        """Close the descriptors; mappings stay. Call it once."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
 
 
 class HostRanks:
     """One rank's view of the ranks of its stage, on one host (`Ranks`). Used by one thread at a time."""
 
     def __init__(self, shard: Shard, files: SharedFiles, *, makes_cache: bool) -> None:
-        """`makes_cache`: for one rank of a model, which writes the cache once before any rank computes."""
+        """`makes_cache`: for one rank of a stage, which writes the cache once before any rank computes."""
         self.shard = shard
         self._makes_cache = makes_cache
         self.barrier = Barrier(SharedMemory(files.control), shard.size)

@@ -35,7 +35,7 @@ class Ranks(Protocol):
         ...
 
     def cache_memory(self, num_bytes: int) -> torch.Tensor:
-        """Memory for the KV cache, zeros: uint8 [num_bytes], the same memory for all ranks of a host."""
+        """Memory for the KV cache, zeros: uint8 [num_bytes], the same memory for all ranks."""
         ...
 
 

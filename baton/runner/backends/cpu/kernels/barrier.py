@@ -37,13 +37,18 @@ def sleep_at_once() -> None:
     library().functions.baton_barrier_sleep_at_once()
 
 
+def share_processors(num_ranks: int) -> None:
+    """Let this process sleep at once if so many ranks on this host are more than there are processors for them."""
+    if num_ranks > len(os.sched_getaffinity(0)):
+        sleep_at_once()
+
+
 class Barrier:
     """A barrier in memory that is zero before the first rank arrives; used by one thread of each rank."""
 
     def __init__(self, memory: GrowingMemory, num_ranks: int) -> None:
         functions = library().functions
-        if num_ranks > len(os.sched_getaffinity(0)):
-            sleep_at_once()
+        share_processors(num_ranks)
         self.num_ranks = num_ranks
         self._memory = memory.at_least(functions.baton_barrier_bytes())
         self.address = self._memory.data_ptr()

@@ -1,61 +1,16 @@
-"""What the leading stage tells another one to load, figures of its process, and the copies of a step, as JSON."""
+"""What stages tell each other in frames as JSON: figures of a process, and the copies of a step."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from baton.engine.batch import BlockCopy, SchedulerOutput
 from baton.messages.node_report import RankReport
-from baton.runner.parts import Stage
-from baton.runner.spec import CacheSpec
-
-PROTOCOL = 1
-"""Version of the frames between stages, and of the messages and digests of their movers. All stages of a model must
-have the same, so it is raised when any of them changes."""
 
 _MOST = 1 << 62
-
-
-@dataclass(frozen=True, slots=True)
-class StageSpec:
-    """What a stage loads from its own copy of the model, and how it computes."""
-
-    index: int
-    count: int
-    fingerprint: str
-    """The model's, which every stage checks: other weights would give other tokens without anybody noticing."""
-    dtype: str
-    block_size: int
-    cache: CacheSpec
-    """The cache of each stage."""
-    host_cache_bytes: int
-    """The host tier of each stage."""
-    torch_threads: int
-    """Torch's own threads, for which all stages pad rows."""
-    quantization: Literal["int8", "int4"] | None = None
-    dequantize: bool = False
-    protocol: int = PROTOCOL
-
-    @property
-    def stage(self) -> Stage:
-        return Stage(self.index, self.count)
-
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, text: bytes | bytearray) -> StageSpec:
-        """The specification that `to_json` wrote. Raises ValueError."""
-        read = _object(text)
-        if read.get("protocol") != PROTOCOL:
-            raise ValueError(f"the leader speaks version {read.get('protocol')}, and this one {PROTOCOL}")
-        try:
-            return cls(**{**read, "cache": CacheSpec(**read["cache"])})
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"the leader sent something else than what to load ({error})") from error
 
 
 def figures_to_json(report: RankReport) -> bytes:

@@ -28,7 +28,7 @@ def load(spec: RunnerSpec, stages: StageLeader | None = None) -> ModelRunner:
     from baton.runner.model.pooling_files import is_encoder_directory
 
     if is_encoder_directory(spec.model_dir):
-        from baton.runner.encoder.encoder_runner import load_encoder
+        from baton.runner.text_encoder.encoder_runner import load_encoder
 
         return load_encoder(spec)
     from baton.model_formats.encoder_decoders import is_encoder_decoder_directory

@@ -24,7 +24,6 @@ from baton.runner.backends.operations import Operations
 from baton.runner.compute_paths import compute_paths
 from baton.runner.execution.draft_model import DraftModel
 from baton.runner.images import ImageEncoder, ImageInputs, ImageProcessor
-from baton.runner.load_steps import model_info, named_errors, prepared_operations, settle
 from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.pooling_files import read_pooling
 from baton.runner.model.stage import ONE_STAGE
@@ -38,6 +37,7 @@ from baton.runner.ranks.rank import FirstRank, LeadingTransformer, StartRanks, d
 from baton.runner.ranks.rank_group import RankGroup
 from baton.runner.ranks.rank_leader import RankLeader
 from baton.runner.self_check import why_not_bit_exact
+from baton.runner.shared_by_loaders import model_info, named_errors, prepared_operations, settle
 from baton.runner.spec import CacheSpec, DraftSpec, TorchSpec, WeightSpec, check_hosts
 from baton.runner.stage_spec import StageSpec
 from baton.runner.stages.leading_stage import LeadingStage

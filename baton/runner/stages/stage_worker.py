@@ -21,13 +21,13 @@ from baton.runner.backends.cpu.kernels.errors import KernelArgumentError, RankLo
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.blocks.host_blocks import host_blocks_in
-from baton.runner.load_steps import numerics_of, prepare
 from baton.runner.model.stage import StageReport, reports_from_json
 from baton.runner.model.stored.weight import UnusableWeight
 from baton.runner.model.weights import load_model_for
 from baton.runner.ranks.micro_batch import MicroBatch, bytes_of, read_numbers, tensor_of
 from baton.runner.ranks.rank import FirstRank, LeadingTransformer, StartRanks
 from baton.runner.ranks.rank_group import RankGroup
+from baton.runner.shared_by_loaders import numerics_of, prepare
 from baton.runner.spec import WeightSpec
 from baton.runner.stage_spec import StageSpec
 from baton.runner.stages.frames import Frame, FrameKind, FrameReader, FrameWriter, StageLinks

@@ -88,13 +88,14 @@ def load_runner(
                 transformer = Transformer(model, loading.operations, spec.block_size, loading.cache, spec.num_threads)
             else:
                 stage_spec = loading.stage_spec(on_one_cpu)
+                # It may refuse, and then no process has been started.
+                operations = divided_operations(stage_spec.num_threads) if on_one_cpu else loading.operations
                 if stages is None and spec.pipeline_parallel > 1:
                     stages = start_stages(spec, device)
                     on_failure.callback(stages.close)
                 if spec.tensor_parallel > 1:
                     first_rank = FirstRank(stage_spec, stages or ONE_STAGE, start_ranks)
                     on_failure.callback(first_rank.close)
-                operations = divided_operations(stage_spec.num_threads) if on_one_cpu else loading.operations
                 transformer = loading.leading(operations, stage_spec, stages, first_rank)
         paths = () if stages is None else (stages.path,)
         if on_one_cpu and spec.is_divided:

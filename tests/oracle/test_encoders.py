@@ -63,7 +63,7 @@ def vectors(
     while len(found) < len(texts):
         for output in (output for outputs in engine.step().values() for output in outputs):
             assert output.outcome is Outcome.STOP, output
-            found[output.request_id] = output.embedding
+            found[output.attempt.request_id] = output.embedding
     return found
 
 

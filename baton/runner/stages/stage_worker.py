@@ -184,7 +184,7 @@ class StageWorker:
             out = transformer.compute_stage(micro.batch, micro.logits_rows, received, wants_hidden=False)
         except RankLost as error:
             # The leader is there, and is told.
-            raise EngineFault(str(error)) from error
+            raise EngineFault(self._why_ranks_lost or str(error)) from error
         self._writer.send(FrameKind.ROWS, bytes_of(out.hidden))
 
     @property

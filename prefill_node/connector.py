@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens
 from baton.engine.request import Request
 from baton.engine.runner import KVLayout
-from baton.errors import TransferCause
+from baton.errors import BatonError, TransferCause
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Leg, Outcome
 from kv_transfer.digests import block_names
@@ -134,7 +134,9 @@ class OfferConnector:
             digests = handoff.compute_digests(attempt, first, block_ids, names, parts)
         except Exception as error:
             # Without digests the reader could not check the blocks that it reads.
-            _log.exception("%s: could not compute the digests of its blocks: its offers are withdrawn", attempt)
+            # A typed error, such as that of a stage that is gone, says all; of any other one the traceback tells more.
+            said = "%s: could not compute the digests of its blocks, so its offers are withdrawn: %s"
+            _log.error(said, attempt, error, exc_info=not isinstance(error, BatonError))
             detail = f"the sender could not compute digests: {error!r}"
             self._post_now(lambda: handoff.withdraw(attempt, detail, promise_broken=True))
             if (offered := self._offered.get(request.request_id)) is not None:

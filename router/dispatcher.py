@@ -31,9 +31,9 @@ from router.flight.event_queue import EventQueue, FairQueue
 from router.flight.flight_record import FlightJournal, FlightRecord, placement_in_record
 from router.flight.flight_table import Cancel, GiveUp, LeaveToOtherRouter
 from router.flight.timeline import RequestSpans
+from router.leg_messages import NodeSender
 from router.limits import NUM_TEXT_THREADS, DispatchLimits
 from router.live_requests import LiveRequests
-from router.losses import NodeSender
 from router.node_links import LinkListener
 from router.placement.placer import Placer
 from router.placement.view import ClusterView

@@ -35,6 +35,7 @@ from baton.observe.logs import of_attempt
 from router.admission.admission import Ticket
 from router.admission.logprob_budget import LogprobBudget
 from router.admission.request import ValidRequest
+from router.counters import DispatchCounters
 from router.flight.active_request import ActiveRequest, Adoptions, ClientCall
 from router.flight.answer import Answer
 from router.flight.event_queue import EventQueue
@@ -60,9 +61,10 @@ from router.flight.flight_table import (
     SubmitLeg,
 )
 from router.flight.timeline import RequestSpans, TimelineLog
-from router.limits import DispatchCounters, DispatchLimits
+from router.leg_messages import LegMessages, NodeSender
+from router.limits import DispatchLimits
 from router.listeners import Listeners
-from router.losses import LegMessages, NodeLosses, NodeSender
+from router.losses import NodeLosses
 from router.output_relay import OutputRelay
 from router.placement.placement import Origin, Placement
 from router.placement.placer import PlacementSettings, Placer, Policy

@@ -30,9 +30,9 @@ from baton.observe.start_tracing import start_tracing
 from baton.registry import Lease, Membership, NodeRecord
 from baton.registry.base import FlightRecords
 from baton.security.connection_limit import ConnectionLimit
+from baton.security.http_access import PageAuthenticator
 from baton.security.keys import KeyRing
 from baton.security.matrix import CallerRole
-from baton.security.pages import PageAuthenticator
 from baton.text.bounded_workers import BoundedWorkers
 from baton.text.constraint_checker import ConstraintChecker
 from baton.text.model_template import ModelTemplate, RequestTemplate

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from markers import keep
+from generated_parts import keep
 
 from baton.cli.cluster.emit.helm import FLAGS_OF_THE_CHART
 from baton.config import MODELS

@@ -9,7 +9,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from markers import keep
+from generated_parts import keep
 
 from baton import errors
 from baton.cli.main import command_tree

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from markers import rendered
+from generated_parts import rendered
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from markers import keep
+from generated_parts import keep
 
 from baton.config import MODELS
 from baton.config.setting import Setting, settings_of

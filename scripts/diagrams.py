@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from markers import keep, names_in, rendered
+from generated_parts import keep, names_in, rendered
 
 from baton.cli.cluster.supervisor.child import CHILD_TABLE, ChildState
 from baton.engine.request import ENDS_OF_ALL, REQUEST_TABLE, RequestStatus

@@ -34,9 +34,9 @@ from baton.runner.backends.paged_cache import CacheView
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_module
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.remote_stages.stage_leader import StageLeader
-from baton.runner.remote_stages.stages_here import start_on
 from baton.runner.spec import TorchSpec
+from baton.runner.stages.stage_leader import StageLeader
+from baton.runner.stages.stages_here import start_on
 from tests.support.runner_driver import RunnerDriver
 
 PROMPTS = (128, 512, 2048)

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from generated_parts import keep, names_in, rendered
 from gpu.results import Line, read_lines
 from gpu.tables import render_card
-from markers import keep, names_in, rendered
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "performance" / "gpu.md"

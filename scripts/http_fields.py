@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from markers import keep
+from generated_parts import keep
 
 import router.http.app  # noqa: F401  all bodies are defined then
 from router.http.bodies.fields import Strict, Treatment

@@ -216,11 +216,6 @@ class EngineCoreOutput(NamedTuple):
     draft_counts: DraftCounts | None = None
     """What became of all the request's drafts so far; None if no draft was verified since its last output."""
 
-    @property
-    def request_id(self) -> str:
-        """The id of the request that was submitted."""
-        return self.attempt.request_id
-
 
 NOTHING_BUT_TOKENS = tuple(
     EngineCoreOutput._field_defaults[name]

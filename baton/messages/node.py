@@ -212,7 +212,8 @@ class Outcome(enum.Enum):
 
     There is no other list of outcomes: a request of the engine ends with one (`Request.outcome`), the node
     protocol has them under the same names, and the router turns them into another attempt, an error, or the end of a
-    stream. Only those in FINISH_REASONS reach clients, as the value that the OpenAI API calls `finish_reason`.
+    stream. Only those in FINISH_REASONS reach clients, as the value that the OpenAI API calls `finish_reason`. A stream
+    may also end without one: the router reports `stop` when it has found a stop string.
     """
 
     STOP = "stop"
@@ -251,7 +252,9 @@ class Outcome(enum.Enum):
 
 
 FINISH_REASONS = frozenset({Outcome.STOP, Outcome.LENGTH})
-"""Outcomes with which a sequence is complete. Their values are what clients read as `finish_reason`."""
+"""Outcomes with which a sequence is complete. Their values are what clients read as `finish_reason`, with `tool_calls`
+in place of `stop` where the text of a chat calls tools (`router.http.parsed_text`).
+"""
 _ENDS_ONE_SEQUENCE = FINISH_REASONS | {Outcome.ABORTED}
 
 

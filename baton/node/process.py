@@ -40,7 +40,7 @@ from baton.wire.clients.node_client import NodeClient
 from baton.wire.credentials import Dialer
 
 if TYPE_CHECKING:
-    from baton.runner.remote_stages.stage_leader import StageLeader
+    from baton.runner.stages.stage_leader import StageLeader
 
 _SWITCH_INTERVAL_S = 0.0005
 """How long the event loop may keep the interpreter from an engine that is ready. Python's default of 5 ms is as long as
@@ -89,7 +89,7 @@ def _other_hosts(config: NodeConfig) -> StageLeader | None:
     if config.hosts == 1:
         return None
     # torch, which it imports, takes seconds.
-    from baton.runner.remote_stages.stage_leader import StageLeader
+    from baton.runner.stages.stage_leader import StageLeader
     from baton.wire.stage_hosts import StageListener, check_reachable
 
     check_reachable(config.host, config.first_host)

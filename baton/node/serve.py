@@ -42,9 +42,9 @@ from baton.observe.process_figures import process_figures
 from baton.observe.start_tracing import start_tracing
 from baton.registry import Membership
 from baton.runner.execution.step_thread import StepThread
+from baton.security.http_access import PageAuthenticator
 from baton.security.keys import KeyRing
 from baton.security.matrix import CallerRole
-from baton.security.pages import PageAuthenticator
 from baton.wire.authenticator import Authenticator
 from baton.wire.credentials import Dialer
 from baton.wire.server.fault_barrier import FaultBarrier

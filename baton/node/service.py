@@ -120,9 +120,9 @@ class NodeService:
         DeadlineExceeded when a step takes too long.
         """
         self._require_incarnation(incarnation)
-        outcome = await self._forget_cached_blocks()
-        _log.info("the prefix cache was reset, as an operator asked", extra={"blocks": outcome})
-        return outcome
+        num_blocks = await self._forget_cached_blocks()
+        _log.info("the prefix cache was reset, as an operator asked", extra={"blocks": num_blocks})
+        return num_blocks
 
     async def inspect_adapter(self, incarnation: str, directory: str) -> AdapterInfo:
         """Read the adapter in a directory and compare it with the model.

@@ -10,7 +10,7 @@ from baton.errors import BatonError, ConfigError, InvalidRequest, Unauthenticate
 from baton.observe.listener import Listener, listening_socket
 from baton.observe.metrics import CONTENT_TYPE
 from baton.security.connection_limit import ConnectionLimit, Place
-from baton.security.pages import PageAuthenticator
+from baton.security.http_access import PageAuthenticator
 from baton.security.tls_files import TlsFiles
 
 _MAX_HEAD_BYTES = 8 << 10

@@ -213,7 +213,7 @@ def start_process(
     server = own_fork_server()
     forked = None
     if server is not None:
-        copies = {descriptor: descriptor for descriptor in (1, 2, *descriptors)}
+        copies = {fd: fd for fd in (1, 2, *descriptors)}
         forked = server.fork(command, copies, {}, has_fork_server=starts_others)
     return forked or subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL)
 

@@ -302,11 +302,11 @@ class Registry:
             # A reader may have removed the incarnation from the set just before the record was written. This is the
             # only one of the three commands that needs memory.
             pipe.sadd(self._key("nodes"), record.incarnation)
-            replies, renewed, added = await pipe.execute(raise_on_error=False)
-        for answer in (replies, renewed, added):
+            stored, renewed, added = await pipe.execute(raise_on_error=False)
+        for answer in (stored, renewed, added):
             if isinstance(answer, Exception) and not isinstance(answer, OutOfMemoryError):
                 raise answer
-        return bool(renewed) and replies == data
+        return bool(renewed) and stored == data
 
     async def _write(self, record: NodeRecord, data: bytes) -> None:
         async with self._client.pipeline(transaction=True) as pipe:

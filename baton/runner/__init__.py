@@ -11,7 +11,7 @@ from baton.engine.runner import ModelRunner
 from baton.runner.spec import DraftSpec, RunnerSpec, SimulatedSpec, StepTime, TorchSpec
 
 if TYPE_CHECKING:
-    from baton.runner.remote_stages.stage_leader import StageLeader
+    from baton.runner.stages.stage_leader import StageLeader
 
 __all__ = ["DraftSpec", "ModelRunner", "RunnerSpec", "SimulatedSpec", "StepTime", "TorchSpec", "load"]
 
@@ -28,7 +28,7 @@ def load(spec: RunnerSpec, stages: StageLeader | None = None) -> ModelRunner:
     from baton.runner.model.pooling_files import is_encoder_directory
 
     if is_encoder_directory(spec.model_dir):
-        from baton.runner.encoder.encoder_runner import load_encoder
+        from baton.runner.text_encoder.encoder_runner import load_encoder
 
         return load_encoder(spec)
     from baton.model_formats.encoder_decoders import is_encoder_decoder_directory

@@ -24,7 +24,6 @@ from baton.runner.backends.operations import Operations
 from baton.runner.compute_paths import compute_paths
 from baton.runner.execution.draft_model import DraftModel
 from baton.runner.images import ImageEncoder, ImageInputs, ImageProcessor
-from baton.runner.load_steps import model_info, named_errors, prepared_operations, settle
 from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.pooling_files import read_pooling
 from baton.runner.model.stage import ONE_STAGE
@@ -37,12 +36,13 @@ from baton.runner.pipelined_runner import PipelinedModelRunner
 from baton.runner.ranks.rank import FirstRank, LeadingTransformer, StartRanks, divided_operations
 from baton.runner.ranks.rank_group import RankGroup
 from baton.runner.ranks.rank_leader import RankLeader
-from baton.runner.remote_stages.leading_stage import LeadingStage
-from baton.runner.remote_stages.stage_leader import StageLeader
-from baton.runner.remote_stages.stages_here import StartStages, start_stages_here
 from baton.runner.self_check import why_not_bit_exact
+from baton.runner.shared_by_loaders import model_info, named_errors, prepared_operations, settle
 from baton.runner.spec import CacheSpec, DraftSpec, TorchSpec, WeightSpec, check_hosts
 from baton.runner.stage_spec import StageSpec
+from baton.runner.stages.leading_stage import LeadingStage
+from baton.runner.stages.stage_leader import StageLeader
+from baton.runner.stages.stages_here import StartStages, start_stages_here
 from baton.runner.torch_threads import elementwise_threads
 
 _log = logging.getLogger(__name__)
@@ -88,13 +88,14 @@ def load_runner(
                 transformer = Transformer(model, loading.operations, spec.block_size, loading.cache, spec.num_threads)
             else:
                 stage_spec = loading.stage_spec(on_one_cpu)
+                # It may refuse, and then no process has been started.
+                operations = divided_operations(stage_spec.num_threads) if on_one_cpu else loading.operations
                 if stages is None and spec.pipeline_parallel > 1:
                     stages = start_stages(spec, device)
                     on_failure.callback(stages.close)
                 if spec.tensor_parallel > 1:
                     first_rank = FirstRank(stage_spec, stages or ONE_STAGE, start_ranks)
                     on_failure.callback(first_rank.close)
-                operations = divided_operations(stage_spec.num_threads) if on_one_cpu else loading.operations
                 transformer = loading.leading(operations, stage_spec, stages, first_rank)
         paths = () if stages is None else (stages.path,)
         if on_one_cpu and spec.is_divided:

@@ -22,7 +22,7 @@ from baton.runner.execution.step_results import StepResults, StepRows
 from baton.runner.images import ImageInputs
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.ranks.rank_leader import RankLeader
-from baton.runner.remote_stages.leading_stage import LeadingStage
+from baton.runner.stages.leading_stage import LeadingStage
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import signal
 from baton.config import NodeConfig
 from baton.errors import ConfigError, ExitCode, Unreachable
 from baton.runner.backends.cpu.kernels.errors import RankLost
-from baton.runner.remote_stages.stage_worker import StageWorker
+from baton.runner.stages.stage_worker import StageWorker
 from baton.security.binds import is_loopback
 from baton.stage.running import run_stage
 from baton.wire.stage_hosts import FirstHost, check_reachable

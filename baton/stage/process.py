@@ -1,6 +1,6 @@
 """The process of a stage on its node's own host: `python -m baton.stage.process JSON`.
 
-Only `LocalStage` (`baton/runner/remote_stages/stages_here.py`) starts it, with the connections that it shares.
+Only `LocalStage` (`baton/runner/stages/stages_here.py`) starts it, with the connections that it shares.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def main(arguments: Sequence[str]) -> int:
     # Imported only now, since torch and transformers take seconds.
     import_transformers()
     from baton.runner.backends.cpu.kernels.errors import RankLost
-    from baton.runner.remote_stages.frames import StageLinks
-    from baton.runner.remote_stages.stage_worker import StageWorker
+    from baton.runner.stages.frames import StageLinks
+    from baton.runner.stages.stage_worker import StageWorker
     from baton.stage.running import run_stage
 
     links = StageLinks("the leader", down, up, moves)

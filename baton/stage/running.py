@@ -7,7 +7,7 @@ import threading
 
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.lean_imports import rare_collections
-from baton.runner.remote_stages.stage_worker import StageWorker
+from baton.runner.stages.stage_worker import StageWorker
 from kv_transfer.mover.mover_server import MoverServer
 
 _END_S = 30.0

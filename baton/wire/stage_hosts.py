@@ -21,8 +21,8 @@ from typing import Any
 import structlog
 
 from baton.errors import ConfigError
-from baton.runner.remote_stages.frames import INTERVAL_S, StageLinks, heartbeat
 from baton.runner.stage_spec import PROTOCOL
+from baton.runner.stages.frames import INTERVAL_S, StageLinks, heartbeat
 from baton.security.binds import is_loopback
 from baton.security.matrix import CallerRole, certificate_name, certificate_role
 from baton.security.tls_files import LiveTls

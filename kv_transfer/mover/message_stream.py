@@ -142,7 +142,7 @@ class MessageStream:
                 self._wants_write = True
                 return False
             except OSError as error:
-                raise StreamEnded(f"the stream has failed: {error!r}") from error
+                raise StreamEnded(f"the stream has failed: {error!r}") from None  # whoever logs it has its words
             if not data:
                 raise StreamEnded("the other process has ended the stream")
             self._frame += data
@@ -173,7 +173,7 @@ class MessageStream:
                 self._wants_read = True
                 return
             except OSError as error:
-                raise StreamEnded(f"the stream has failed: {error!r}") from error
+                raise StreamEnded(f"the stream has failed: {error!r}") from None  # whoever logs it has its words
             with self._lock:
                 self._queued -= sent
                 if sent < len(data):

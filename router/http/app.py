@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.clock import Clock
 from baton.errors import BatonError
 from baton.messages.ids import new_request_id
+from baton.security.http_access import PageAuthenticator
 from baton.security.matrix import current_caller, is_page
-from baton.security.pages import PageAuthenticator
 from router.handler import Handler
 from router.http.audio.endpoint import AudioBodies, SpeechEndpoint, SpeechRules
 from router.http.bodies.fields import HEADER, collect_ignored

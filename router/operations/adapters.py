@@ -32,8 +32,8 @@ from baton.messages.node import NodeDescription
 from baton.model_formats.adapters import AdapterInfo
 from baton.registry import DesiredChange, DesiredState
 from baton.registry.desired import forget_adapter, name_adapter
+from router.leg_messages import NodeSender
 from router.live_requests import LiveRequests
-from router.losses import NodeSender
 from router.operations.cluster_events import EventRing
 from router.placement.view import ClusterView
 from router.timers import Timers, first_of, sleep_until

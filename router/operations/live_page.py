@@ -33,7 +33,7 @@ def live_page_data(
     `events`: the oldest first.
     """
     over = list(ended)
-    figures = {figure_row.pop("incarnation"): figure_row for figure_row in history.routers()}
+    figures = {row.pop("incarnation"): row for row in history.routers()}
     by_role = sorted(status.nodes, key=lambda node: (_ROLES.get(node.role, 3), node.name))
     nodes = [node for node in by_role if node.role != "router"]
     return {
@@ -44,7 +44,7 @@ def live_page_data(
         "model": model,
         "totals": {**history.totals(), "kv": _kv_usage(nodes)},
         "history": history.columns(),
-        "routers": [_router(figure_row, figures) for figure_row in by_role if figure_row.role == "router"],
+        "routers": [_router(node, figures) for node in by_role if node.role == "router"],
         "nodes": [_node(node) for node in nodes],
         "running": [_request(row) for row in running[:MAX_RUNNING]],
         "more_running": max(0, num_running - len(running[:MAX_RUNNING])),

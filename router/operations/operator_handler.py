@@ -37,7 +37,7 @@ def running_rows(active_requests: Iterable[ActiveRequest], router: str, now: flo
 
 def ended_rows(ended: Iterable[EndedRequest], router: str, now: float) -> Iterator[RequestRow]:
     """The rows of ended requests. `now`: seconds on the router's clock."""
-    return (_ended(row, router, now) for row in ended)
+    return (_ended(request, router, now) for request in ended)
 
 
 def _running(active: ActiveRequest, router: str, now: float) -> RequestRow:
@@ -191,10 +191,10 @@ class OperatorHandler:
     def explain(self, request_id: str) -> Sequence[PlacementDecision]:
         """Why a request was placed as it was; raises RequestNotFound if it is unknown or too long ago."""
         now = self._clock.monotonic()
-        decision = self._dispatcher.requests.placer.explain(request_id, now)
-        if not decision:
+        explanations = self._dispatcher.requests.placer.explain(request_id, now)
+        if not explanations:
             raise RequestNotFound(f"this router remembers no request {request_id[:80]!r}")
-        return [explained(explanation, now) for explanation in decision]
+        return [explained(explanation, now) for explanation in explanations]
 
     def timeline(self, request_id: str) -> Timeline:
         """Where a request's time went; raises RequestNotFound if it is unknown, live, or too long ago."""

@@ -136,7 +136,7 @@ class FleetRates:
         if compute_class is None:
             if len(self._classes) >= _MAX_CLASSES:
                 used = set(map(id, self._class_of.values()))
-                self._classes = {kept: value for kept, value in self._classes.items() if id(value) in used}
+                self._classes = {key: known for key, known in self._classes.items() if id(known) in used}
             compute_class = self._classes[key] = _Class(key, GUESS)
             self._assume()
         return compute_class

@@ -366,11 +366,9 @@ class Placer:
             if not having or node.incarnation in having:
                 continue
             others = (self._attached.get(incarnation) for incarnation in having)
-            able = [able_node for able_node in others if able_node is not None and able_node.makes_same_rows_as(node)]
+            able = [other for other in others if other is not None and other.makes_same_rows_as(node)]
             if able:
-                least = min(
-                    able, key=lambda able_node: (self._num_live_on[able_node.incarnation], able_node.incarnation)
-                )
+                least = min(able, key=lambda other: (self._num_live_on[other.incarnation], other.incarnation))
                 holders.append((content.digest, least.as_peer))
         return holders
 

@@ -320,9 +320,11 @@ class ClusterView:
                 if entry.description is not None
             ]
             self._serving = serving_versions(nodes, self._serving, self._clock(), needs_pairs=self._needs_pairs)
-            self._passes_at = min((entry.passes_at for entry in self._serving.values()), default=math.inf)
+            self._passes_at = min((version.passes_at for version in self._serving.values()), default=math.inf)
             before, self._left_out = self._left_out, left_out(nodes, self._serving) if is_mixed else {}
-            self._changed.update(entry for entry in before.keys() ^ self._left_out.keys() if entry in self._nodes)
+            self._changed.update(
+                incarnation for incarnation in before.keys() ^ self._left_out.keys() if incarnation in self._nodes
+            )
             self._is_left_out_known = True
         return self._left_out
 

@@ -12,13 +12,13 @@ import torch
 from baton.engine.runner import ModelInfo
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.compute_paths import compute_paths
-from baton.runner.load_steps import numerics_of, prepare, settle
 from baton.runner.model import attention
 from baton.runner.model.checkpoint import Checkpoint
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import LoadedModel, ModelWeights
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.self_check import why_not_bit_exact
+from baton.runner.shared_by_loaders import numerics_of, prepare, settle
 from baton.runner.spec import CacheSpec
 from gpu.shapes import Shape, fill_by_counter, made_module
 

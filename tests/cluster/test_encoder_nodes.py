@@ -15,7 +15,7 @@ from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest
 from baton.messages.pooling import Pooling, PoolingParams
-from baton.runner.encoder.encoder_runner import EncoderRunner
+from baton.runner.text_encoder.encoder_runner import EncoderRunner
 from baton.text.tokenizer import Tokenizer
 from tests.oracle.test_encoders import load, vectors
 from tests.support.mini_cluster import mini_cluster

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from baton.errors import EngineFault, QueueFull, QuotaExceeded
+from baton.security.http_access import PageAuthenticator
 from baton.security.keys import KeyRing, new_key, write_keys
 from baton.security.matrix import CallerRole
-from baton.security.pages import PageAuthenticator
 from tests.support.http_rig import chunk, finished
 from tests.support.router_parts import MODEL
 from tests.support.served_http import served

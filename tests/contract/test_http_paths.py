@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from baton.observe.metrics_page import MetricsPage
+from baton.security.http_access import PageAuthenticator
 from baton.security.keys import KeyRing, new_key, write_keys
 from baton.security.matrix import CallerRole
-from baton.security.pages import PageAuthenticator
 from baton.text.chat_template import DEFAULT_TEMPLATE
 from router.http.server import HttpServer
 from tests.support.http_rig import HttpRig

@@ -16,8 +16,8 @@ import pytest
 from baton.errors import ConfigError, EngineFault, QueueFull
 from baton.messages.generation import Chunk
 from baton.security.authority import make_certificates
+from baton.security.http_access import PageAuthenticator
 from baton.security.keys import KeyRing, write_keys
-from baton.security.pages import PageAuthenticator
 from baton.security.tls_files import TlsFiles
 from router.http.server import HttpServer
 from tests.support.http_rig import chunk, finished

@@ -20,8 +20,8 @@ from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.ranks.step_slot import StepSlot
-from baton.runner.remote_stages import stage_worker
 from baton.runner.spec import TorchSpec
+from baton.runner.stages import stage_worker
 from tests.doubles.fake_rank_group import FakeRankGroup
 from tests.doubles.fake_ranked_runner import FakeRankedRunner, LossMoment
 from tests.doubles.fake_stages import FakeStages

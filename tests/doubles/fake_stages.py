@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from baton.runner.parts import divided
-from baton.runner.remote_stages.frames import StageLinks
-from baton.runner.remote_stages.stage_leader import StageLeader
-from baton.runner.remote_stages.stage_worker import StageWorker
 from baton.runner.spec import TorchSpec
+from baton.runner.stages.frames import StageLinks
+from baton.runner.stages.stage_leader import StageLeader
+from baton.runner.stages.stage_worker import StageWorker
 from baton.stage.running import run_stage
 from tests.doubles.fake_rank_group import FakeRankGroup
 

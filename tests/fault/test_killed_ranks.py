@@ -22,9 +22,9 @@ from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.ranks.rank_group import RankGroup
-from baton.runner.remote_stages.stages_here import start_on
 from baton.runner.spec import TorchSpec
 from baton.runner.stage_spec import StageSpec
+from baton.runner.stages.stages_here import start_on
 from tests.support.idle_leader import ranks_of_killed_leader
 from tests.support.process_counts import shared_memory_segments
 from tests.support.rank_processes import wait_until_gone

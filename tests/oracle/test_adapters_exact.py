@@ -123,5 +123,5 @@ def test_cached_preempted_and_forked_requests_keep_the_tokens_of_peft(tmp_path: 
     while engine.has_work():
         for outputs in engine.step().values():
             for output in outputs:
-                tokens.setdefault((output.request_id, output.sequence_index), []).extend(output.new_token_ids)
+                tokens.setdefault((output.attempt.request_id, output.sequence_index), []).extend(output.new_token_ids)
     assert sorted(tokens.values()) == sorted(expected[key] for key, *_ in requests[-2:] for _ in range(2))

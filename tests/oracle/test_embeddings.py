@@ -64,9 +64,9 @@ def embed(
     found: dict[str, bytes] = {}
     while len(found) < len(prompts):
         for output in (output for outputs in engine.step().values() for output in outputs):
-            if output.request_id in prompts:
+            if output.attempt.request_id in prompts:
                 assert (output.outcome, list(output.new_token_ids)) == (Outcome.STOP, []), output
-                found[output.request_id] = output.embedding
+                found[output.attempt.request_id] = output.embedding
     return found
 
 

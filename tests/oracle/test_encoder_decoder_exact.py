@@ -198,5 +198,5 @@ def outputs_of(engine: EngineCore, requests: Sequence[Request]) -> dict[str, lis
         engine.scheduler.add_request(request)
     while engine.has_work():
         for output in (output for outputs in engine.step().values() for output in outputs):
-            found.setdefault(output.request_id, []).extend([*output.new_token_ids, *output.new_logprobs])
+            found.setdefault(output.attempt.request_id, []).extend([*output.new_token_ids, *output.new_logprobs])
     return found

@@ -24,10 +24,10 @@ from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
-from baton.runner.encoder.encoder_runner import EncoderRunner, load_encoder
 from baton.runner.loading import load_runner
 from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.spec import TorchSpec
+from baton.runner.text_encoder.encoder_runner import EncoderRunner, load_encoder
 from tests.doubles.fake_clock import FakeClock
 from tests.support.tiny_encoders import TINY_ENCODERS, write_encoder
 from tests.support.tiny_models import TINY_MODELS
@@ -63,7 +63,7 @@ def vectors(
     while len(found) < len(texts):
         for output in (output for outputs in engine.step().values() for output in outputs):
             assert output.outcome is Outcome.STOP, output
-            found[output.request_id] = output.embedding
+            found[output.attempt.request_id] = output.embedding
     return found
 
 

@@ -16,11 +16,11 @@ from baton.messages.pooling import EMBEDDING_KINDS, Pooling, PoolingParams
 from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.model_formats.adapters import open_adapter
-from baton.runner.encoder.encoder_runner import load_encoder
 from baton.runner.encoder_decoder.loading import load_encoder_decoder
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.spec import TorchSpec
+from baton.runner.text_encoder.encoder_runner import load_encoder
 from tests.oracle.test_adapters_exact import GREEDY, TARGETS
 from tests.oracle.test_encoder_decoder_exact import generate_with_transformers as transformers_tokens
 from tests.oracle.test_encoder_decoder_exact import inputs_of, outputs_of, requests_for

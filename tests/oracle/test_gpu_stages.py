@@ -27,9 +27,9 @@ from baton.runner.execution.step_thread import StepThread
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.remote_stages.stage_leader import StageLeader
-from baton.runner.remote_stages.stages_here import start_on
 from baton.runner.spec import TorchSpec
+from baton.runner.stages.stage_leader import StageLeader
+from baton.runner.stages.stages_here import start_on
 from tests.oracle.test_ranks_exact import Run, compute
 from tests.oracle.test_token_exact import make_engine, make_prompts, run_all
 from tests.support.load_with import load_with

@@ -206,5 +206,5 @@ def _outputs(engine: EngineCore, requests: Sequence[Request]) -> dict[str, list[
     while engine.has_work():
         for outputs in engine.step().values():
             for output in outputs:
-                found[output.request_id] += [*output.new_token_ids, *output.new_logprobs]
+                found[output.attempt.request_id] += [*output.new_token_ids, *output.new_logprobs]
     return found

@@ -71,7 +71,7 @@ def test_other_weights_on_another_host_are_refused(tmp_path: Path) -> None:
 
 def test_other_kernels_on_another_host_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
-    monkeypatch.setattr("baton.runner.remote_stages.stage_worker.numerics_of", lambda *_: "other kernels")
+    monkeypatch.setattr("baton.runner.stages.stage_worker.numerics_of", lambda *_: "other kernels")
     with pytest.raises(ConfigError, match=r"rank 1 computes with other kernels, and this process with .*equal"):
         load_runner(
             TorchSpec(tmp_path, dtype="float32", num_blocks=64, pipeline_parallel=2), stages=FakeStages(2, tmp_path)

@@ -82,7 +82,7 @@ def run_all(
         engine.scheduler.add_request(Request(name, RequestSpec(prompt.token_ids, params, spans=prompt.spans)))
     while engine.has_work():
         for output in (output for outputs in engine.step().values() for output in outputs):
-            name, index = output.request_id, output.sequence_index
+            name, index = output.attempt.request_id, output.sequence_index
             found[name][index] += output.new_token_ids
             assert output.outcome in (None, Outcome.LENGTH), output
     return found
@@ -147,7 +147,7 @@ def run_recorded(engine: EngineCore, prompts: Mapping[str, Prompt], params: Samp
         engine.scheduler.add_request(Request(name, RequestSpec(prompt.token_ids, params, spans=prompt.spans)))
     while engine.has_work():
         for output in (output for outputs in engine.step().values() for output in outputs):
-            name, index = output.request_id, output.sequence_index
+            name, index = output.attempt.request_id, output.sequence_index
             found[name].token_ids[index] += output.new_token_ids
             found[name].logprobs[index] += [one.logprob for one in output.new_logprobs]
             assert output.outcome in (None, Outcome.LENGTH), output
@@ -261,7 +261,7 @@ def test_huge_rows_fail_their_own_request_and_change_no_tokens_of_others(tmp_pat
             )
         while engine.has_work():
             for output in (output for outputs in engine.step().values() for output in outputs):
-                name = output.request_id.removesuffix(f" {turn}")
+                name = output.attempt.request_id.removesuffix(f" {turn}")
                 tokens.setdefault(name, []).extend(output.new_token_ids)
                 if output.outcome is not None:
                     outcomes[name] = output.outcome
@@ -281,5 +281,5 @@ def test_rows_of_another_width_fail_their_own_request_alone(tmp_path: Path) -> N
     while engine.has_work():
         for output in (output for outputs in engine.step().values() for output in outputs):
             if output.outcome is not None:
-                ended[output.request_id] = output.outcome
+                ended[output.attempt.request_id] = output.outcome
     assert ended == {"narrow": Outcome.ERROR, "text": Outcome.LENGTH}

@@ -116,13 +116,13 @@ class Engine:
         running = {request.request_id for request in requests}
         while running:
             for output in (output for outputs in self.core.step().values() for output in outputs):
-                self.cached[output.request_id] = output.num_cached_tokens
+                self.cached[output.attempt.request_id] = output.num_cached_tokens
                 if output.prompt_logprobs:
                     assert output.first_index == 0
-                    self.found.setdefault(output.request_id, []).append(output.prompt_logprobs)
+                    self.found.setdefault(output.attempt.request_id, []).append(output.prompt_logprobs)
                 if output.outcome is not None:
                     assert output.error is None
-                    running.discard(output.request_id)
+                    running.discard(output.attempt.request_id)
 
 
 @pytest.fixture

@@ -34,7 +34,6 @@ from baton.runner.execution.step_results import StepResults, StepRows
 from baton.runner.execution.step_thread import StepThread
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model.stored.convert_gguf import convert
 from baton.runner.model.transformer import HiddenAndLogits, Transformer
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
@@ -42,7 +41,7 @@ from tests.doubles.fake_clock import FakeClock
 from tests.doubles.fake_rank_group import FakeRankGroup
 from tests.doubles.fake_stages import FakeStages
 from tests.oracle.test_token_exact import make_engine, make_prompts, run_all
-from tests.support.gguf_models import random_module, write_module
+from tests.support.gguf_models import converted, random_module, write_module
 from tests.support.quantized_models import FP8_FORMATS, PACKED_FORMATS, write_quantized_model
 from tests.support.tiny_models import TINY_MODELS
 
@@ -232,8 +231,7 @@ def write_gguf_blocks(directory: Path) -> None:
         return next((kind for part, kind in kinds.items() if part in name), "Q4_K")
 
     source = write_module(directory.parent / "tiny.gguf", module, kind_of)
-    directory.mkdir()
-    convert(source, directory, lambda _done, _total: None)
+    converted(source, directory)
 
 
 STORED: Mapping[str, Callable[[Path], object]] = {

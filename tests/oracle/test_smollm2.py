@@ -97,7 +97,7 @@ def answers(runner: TorchModelRunner, prompts: Mapping[str, list[int]]) -> dict[
     while engine.has_work():
         for outputs in engine.step().values():
             for output in outputs:
-                tokens[output.request_id].extend(output.new_token_ids)
+                tokens[output.attempt.request_id].extend(output.new_token_ids)
     return tokens
 
 

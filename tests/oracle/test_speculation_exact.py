@@ -112,7 +112,7 @@ def generate(
         for client in core.step().values():
             for output in client:
                 assert output.error is None
-                result = results[output.request_id]
+                result = results[output.attempt.request_id]
                 result.token_ids += output.new_token_ids
                 result.logprobs += output.new_logprobs
                 result.outcome = output.outcome

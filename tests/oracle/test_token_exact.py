@@ -54,9 +54,9 @@ def run_all(engine: EngineCore, requests: list[Request]) -> dict[str, list[int]]
     while engine.has_work():
         for outputs in engine.step().values():
             for output in outputs:
-                tokens[output.request_id].extend(output.new_token_ids)
+                tokens[output.attempt.request_id].extend(output.new_token_ids)
                 if output.outcome is not None:
-                    reasons[output.request_id] = output.outcome
+                    reasons[output.attempt.request_id] = output.outcome
     assert set(reasons.values()) == {Outcome.LENGTH}
     assert set(reasons) == set(tokens)
     return tokens

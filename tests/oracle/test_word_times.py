@@ -80,7 +80,7 @@ def times_of(engine: EngineCore, requests: Sequence[Request]) -> dict[str, list[
     while engine.has_work():
         for output in (output for outputs in engine.step().values() for output in outputs):
             assert output.error is None
-            found[output.request_id.removesuffix("+")] = np.frombuffer(output.embedding, "<f4").tolist()
+            found[output.attempt.request_id.removesuffix("+")] = np.frombuffer(output.embedding, "<f4").tolist()
     return found
 
 

@@ -12,9 +12,9 @@ import pytest
 from baton.errors import EngineFault
 from baton.messages.adapters import AdapterSource
 from baton.messages.capabilities import EMBEDS, GENERATES, Capability
+from baton.security.http_access import PageAuthenticator
 from baton.security.keys import KeyRing, new_key, write_keys
 from baton.security.matrix import CallerRole
-from baton.security.pages import PageAuthenticator
 from baton.text.chat_template import DEFAULT_TEMPLATE
 from baton.text.prompts import ImagePrompts
 from router.admission.prompt_inputs import ImageRules

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton.messages.generation import ModelCard
-from baton.security.pages import PageAuthenticator
+from baton.security.http_access import PageAuthenticator
 from router.admission.prompt_inputs import ImageRules
 from router.http.server import HttpServer
 from tests.support.browser import Browser

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 import transformers
 
+from baton.runner.model.stored.convert_gguf import convert
 from tests.support.gguf_files import random_blocks, write_gguf
 from tests.support.tiny_models import TINY_MODELS
 
@@ -62,6 +63,13 @@ def byte_level_tokens() -> Mapping[str, Any]:
         "tokenizer.ggml.bos_token_id": tokens.index("<|im_start|>"),
         "tokenizer.chat_template": CHAT_TEMPLATE,
     }
+
+
+def converted(source: Path, directory: Path) -> Path:
+    """Convert a GGUF file to a new model directory."""
+    directory.mkdir()
+    convert(source, directory, lambda _done, _total: None)
+    return directory
 
 
 def write_module(

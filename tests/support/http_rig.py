@@ -12,9 +12,9 @@ from random import Random
 from baton.messages.capabilities import GENERATES_AND_EMBEDS
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.messages.generation import Path as Route
+from baton.security.http_access import PageAuthenticator
 from baton.security.keys import KeyRing, new_key, write_keys
 from baton.security.matrix import CallerRole
-from baton.security.pages import PageAuthenticator
 from baton.text.chat_template import DEFAULT_TEMPLATE
 from baton.text.model_template import ModelTemplate
 from baton.text.prompt_template import PromptTemplate

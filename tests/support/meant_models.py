@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model.stored.convert_gguf import convert
 from baton.runner.model.stored.gguf import QUANTIZED_FORMATS
 from baton.runner.model.stored.quantize import quantized
 from tests.support.float64_model import Float64Model
-from tests.support.gguf_models import random_module, write_module
+from tests.support.gguf_models import converted, random_module, write_module
 from tests.support.quantized_models import (
     FP8_FORMATS,
     ODD_GROUPS,
@@ -151,8 +150,7 @@ def write_gguf_model(
     """Convert a GGUF file with matrices of these formats; its numbers in float32 are llama.cpp's own."""
     module = random_module(architecture, **{**WIDE, **changes})
     source = write_module(directory.with_suffix(".gguf"), module, matrices)
-    directory.mkdir()
-    convert(source, directory, lambda _done, _total: None)
+    converted(source, directory)
     stored = load_file(directory / "model.safetensors")
     blocks = {
         layer: 16 if part == "q6_k" else 32

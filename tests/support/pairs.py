@@ -29,7 +29,7 @@ def all_pairs(values: Mapping[str, Sequence[Any]]) -> pytest.MarkDecorator:
         for place, axis, of_place in zip(chosen, axes, names, strict=True):
             case += axis[place] if len(of_place) > 1 else [axis[place]]
         cases.append(tuple(case))
-    ids = ["-".join(map(str, case)) for case in cases]
+    ids = ["-".join(getattr(value, "__name__", str(value)) for value in case) for case in cases]
     return pytest.mark.parametrize(tuple(itertools.chain(*names)), cases, ids=ids)
 
 

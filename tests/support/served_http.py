@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from baton.security.pages import PageAuthenticator
+from baton.security.http_access import PageAuthenticator
 from baton.security.tls_files import TlsFiles
 from baton.text.chat_template import DEFAULT_TEMPLATE
 from router.http.server import HttpServer

@@ -273,29 +273,25 @@ class _Mover(FakeMover):
 class _Role:
     """The role of a node, as its service uses it."""
 
-    def __init__(self, half: HandOff | Intake, connector: OfferConnector | IntakeConnector) -> None:
-        self.half = half
+    def __init__(self, handoff: HandOff | Intake, connector: OfferConnector | IntakeConnector) -> None:
+        self.handoff = handoff
         self.connector = connector
 
     def attempt_aborted(self, attempt: AttemptKey) -> None:
-        if isinstance(self.half, HandOff):
-            self.half.withdraw(attempt, "aborted", TransferCause.CANCELLED)
+        if isinstance(self.handoff, HandOff):
+            self.handoff.withdraw(attempt, "aborted", TransferCause.CANCELLED)
         else:
-            self.half.abandon(attempt)
+            self.handoff.abandon(attempt)
 
     def attempt_timed(self, attempt: AttemptKey, timings: StageTimings) -> None:
-        if isinstance(self.half, HandOff):
-            self.half.timed(attempt, timings)
+        if isinstance(self.handoff, HandOff):
+            self.handoff.timed(attempt, timings)
 
     def transfer_figures(self, attempt: AttemptKey) -> TransferFigures | None:
         stats = self.connector.stats(attempt) if isinstance(self.connector, IntakeConnector) else None
-        if stats is None or not isinstance(self.half, Intake):
+        if stats is None or not isinstance(self.handoff, Intake):
             return None
-        return TransferFigures(stats.num_bytes, 0.0, self.half.prompt_timings(attempt))
-
-    @property
-    def handoff(self) -> HandOff | Intake:
-        return self.half
+        return TransferFigures(stats.num_bytes, 0.0, self.handoff.prompt_timings(attempt))
 
 
 class SimulatedNode:
@@ -505,7 +501,9 @@ class SimulatedNode:
         self.machine.end()
         self._cancel_heartbeat()
         if self._heartbeat is not None:
-            await asyncio.gather(self._heartbeat, return_exceptions=True)
+            (ended,) = await asyncio.gather(self._heartbeat, return_exceptions=True)
+            if isinstance(ended, Exception):
+                raise ended
         await self.half.stop()
         self.service.close()
 

@@ -133,8 +133,8 @@ class Outcomes:
         for name, column in self._columns.items():
             column.extend(other._columns[name])
         number = {theirs: self._name(name) for name, theirs in other._names.items()}
-        self._error.extend(number[name] for name in other._error)
-        self._nodes.extend(number[name] for name in other._nodes)
+        self._error.extend(number[theirs] for theirs in other._error)
+        self._nodes.extend(number[theirs] for theirs in other._nodes)
         self.gaps.merge(other.gaps)
         for error, count in other.errors.items():
             self.errors[error] = self.errors.get(error, 0) + count

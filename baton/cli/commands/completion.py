@@ -158,8 +158,8 @@ def _fish(tree: Mapping[str, Completions]) -> str:
     return "\n".join(lines)
 
 
-def _fish_names(condition: str) -> str:
-    words = NAMES[condition].replace("--no-headers", "-o name")
+def _fish_names(where: str) -> str:
+    words = NAMES[where].replace("--no-headers", "-o name")
     return f"(baton {words} 2>/dev/null)"
 
 

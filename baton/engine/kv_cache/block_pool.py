@@ -10,8 +10,9 @@ The blocks of the first two accounts are on the free list, from which blocks are
 
 Fence: steps that were decided and are not committed may still write to the blocks that their requests had, even if the
 requests have ended. The runner computes steps in order, so such a block can safely be given to a later step; but a load
-from another node begins when it is decided, and is not in that order. So while a step is in flight no block comes free:
-blocks that are freed stay owned until the last step decided by then is committed.
+from another node begins when it is decided, and is not in that order. So while a step is in flight, blocks that are
+freed, or whose lease ends, stay owned until the last step decided by then is committed. Quarantined blocks come free at
+once: no step writes to them.
 """
 
 from __future__ import annotations

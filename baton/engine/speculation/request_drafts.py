@@ -110,7 +110,7 @@ class NgramDrafter:
         if best < 0:
             return ()
         self.num_matched = longest
-        # Where the place and the end overlap, the text repeats itself, and may go on doing so.
+        # Where the earlier place and the end overlap, the text repeats itself, and may go on doing so.
         period = end - best
         drafted: list[int] = []
         for offset in range(most):
@@ -120,7 +120,7 @@ class NgramDrafter:
         return drafted
 
     def _num_common(self, start: int, end: int) -> int:
-        """How many tokens before `place` equal those before `end`, up to `most`."""
+        """How many tokens before `start` equal those before `end`, up to `most`."""
         tokens = self._tokens
         most = min(self._most, start)
         for length in range(most):

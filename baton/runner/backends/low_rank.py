@@ -25,7 +25,7 @@ class Outputs:
         return self.first + self.b.shape[0]
 
     def part(self, first: int, stop: int, column: int) -> Outputs | None:
-        """The outputs from `first` to before `stop`, of which the first one is moved to `place`; None without any."""
+        """The outputs from `first` to before `stop`, of which the first one is moved to `column`; None without any."""
         start, end = max(first, self.first), min(stop, self.stop)
         if start >= end:
             return None

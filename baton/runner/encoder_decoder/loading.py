@@ -23,10 +23,10 @@ from baton.runner.encoder_decoder.source_inputs import SourceInputs
 from baton.runner.execution.encoded_rows import EncodedRows
 from baton.runner.execution.input_batch import flatten, with_given_rows, with_sources
 from baton.runner.execution.request_table import RequestState
-from baton.runner.load_steps import model_info, named_errors, prepared_operations, refuse_settings, settle
 from baton.runner.model.weights import LoadedModel, load_model_for
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.self_check import DIFFERENT_IN_CHUNKS, TOO_SMALL, check_tokens, require_finite, why_missed
+from baton.runner.shared_by_loaders import model_info, named_errors, prepared_operations, refuse_settings, settle
 from baton.runner.spec import TorchSpec
 
 _CHUNKS = (40, 24, 3, 1, 1)

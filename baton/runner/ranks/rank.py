@@ -28,7 +28,6 @@ from baton.runner.backends.operations import Operations
 from baton.runner.backends.ranks.host_ranks import HostRanks, SharedFiles
 from baton.runner.backends.sharded_operations import ShardedOperations
 from baton.runner.execution.input_batch import FlatBatch
-from baton.runner.load_steps import prepare
 from baton.runner.model.decoder import ModelOutput
 from baton.runner.model.stage import ONE_STAGE, StageReport, Stages
 from baton.runner.model.transformer import Transformer
@@ -37,6 +36,7 @@ from baton.runner.ranks.micro_batch import MicroBatch
 from baton.runner.ranks.rank_group import RankGroup
 from baton.runner.ranks.rank_leader import FollowingRanks
 from baton.runner.ranks.step_slot import StepSlot
+from baton.runner.shared_by_loaders import prepare
 from baton.runner.spec import WeightSpec
 from baton.runner.stage_spec import StageSpec
 

@@ -288,11 +288,6 @@ def event_from_pb(
     raise BatonError("the server sent an event that this client does not know: the server may be newer than the client")
 
 
-def event_from_bytes(data: bytes) -> Accepted | PromptLogprobs | Chunk | SequenceFinished | generation.Finished:
-    """The event in an encoded message."""
-    return event_from_pb(generation.GenerateResponse.FromString(data))
-
-
 def model_to_pb(card: ModelCard) -> generation.Model:
     """What a client is told of a model."""
     return generation.Model(

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError, Unauthenticated
+from baton.security.http_access import key_from_authorization
 from baton.security.keys import MAX_KEY_CHARS, KeyRing, bearer_key, new_key, read_keys, write_keys
 from baton.security.matrix import CallerRole
-from baton.security.pages import key_from_authorization
 
 
 @pytest.fixture

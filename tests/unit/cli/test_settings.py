@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 import tomllib
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -24,10 +23,11 @@ from kv_transfer.sender.lease_values import LeaseTimes
 from router.limits import DispatchLimits
 from router.placement.placer import PlacementSettings, Policy
 from router.process import placement_settings
+from tests.support.load_script import load_script
 from tests.support.parsed_flags import config_from_flags
 
 ROOT = Path(__file__).parents[3]
-configuration: Any = runpy.run_path(str(ROOT / "scripts/configuration.py"))
+configuration: Any = vars(load_script("configuration"))
 REQUIRED = {"role": "decode", "node_id": "n", "router_id": "r", "registry": "redis://r"}
 TLS = ("tls_cert", "tls_key", "tls_ca")
 PER_PROCESS = {"threads", "metrics_port", "grpc_port", "http_port"}

@@ -169,7 +169,7 @@ def test_an_abort_ends_all_beams_with_one_output(rig: EngineRig, steps: int) -> 
     with pytest.raises(DuplicateRequest):
         rig.scheduler.add_request(rig.requests["r"])
     (ended,) = rig.abort("r")
-    assert (ended.request_id, ended.outcome) == ("r", Outcome.ABORTED)
+    assert (ended.attempt.request_id, ended.outcome) == ("r", Outcome.ABORTED)
     assert rig.abort("r") == []
     rig.run()
     assert_nothing_left(rig)

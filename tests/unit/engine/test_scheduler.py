@@ -106,7 +106,7 @@ def test_outputs_are_grouped_by_client(rig: EngineRig) -> None:
     rig.add("b", 4, client_index=2, max_tokens=2)
     rig.add("c", 4, client_index=1, max_tokens=2)
     outputs = rig.core.step()
-    assert {client: [one.request_id for one in batch] for client, batch in outputs.items()} == {
+    assert {client: [one.attempt.request_id for one in batch] for client, batch in outputs.items()} == {
         1: ["a", "c"],
         2: ["b"],
     }
@@ -226,7 +226,7 @@ def test_results_for_requests_that_ended_meanwhile_are_skipped_and_counted(rig: 
     rig.scheduler.add_request(Request("gone", RequestSpec([1, 2], SamplingParams())))
     sampled = {**computed.sampled_token_ids, "stranger": [1]}
     outputs = rig.commit(output, ModelRunnerOutput(sampled))
-    assert [one.request_id for one in outputs] == ["stays"]
+    assert [one.attempt.request_id for one in outputs] == ["stays"]
     assert rig.scheduler.counters.num_skipped_results == 2
     assert rig.scheduler.requests["gone"].num_output_tokens == 0, "its successor of the same name got nothing"
 

@@ -63,7 +63,7 @@ def test_outputs_count_the_drafts_of_their_request(rig: EngineRig) -> None:
     def step(drafts: Mapping[str, Sequence[int]]) -> None:
         rig.scheduler.update_draft_token_ids(drafts)
         for output in rig.step():
-            reported[output.request_id].append(output.draft_counts)
+            reported[output.attempt.request_id].append(output.draft_counts)
 
     step({"r": to_come(rig, "r", 2), "twin": to_come(rig, "r", 3)})
     step({"r": [*to_come(rig, "r", 1), 1001, 1002]})

@@ -423,7 +423,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert end.outcome in (Outcome.ABORTED, Outcome.ERROR, Outcome.KV_LOST)
 
     def _check_embedding(self, request: Request, end: EngineCoreOutput) -> None:
-        assert self.rig.tokens[end.request_id] == []
+        assert self.rig.tokens[end.attempt.request_id] == []
         if end.outcome is Outcome.STOP:
             assert end.embedding == expected_embedding(request.prompt_token_ids, request.adapter)
             return

@@ -202,7 +202,7 @@ def generate(core: EngineCore, params: SamplingParams) -> dict[str, list[int]]:
     while core.has_work():
         for batch in core.step().values():
             for output in batch:
-                tokens[output.request_id] += output.new_token_ids
+                tokens[output.attempt.request_id] += output.new_token_ids
     return tokens
 
 

@@ -63,7 +63,7 @@ class DriverRig:
         while True:
             for outputs in self.news.get(timeout=LONG_S).outputs.values():
                 for output in outputs:
-                    if output.request_id == request_id:
+                    if output.attempt.request_id == request_id:
                         seen.append(output)
                         if output.outcome is not None:
                             return seen
@@ -269,10 +269,10 @@ def test_an_abort_that_comes_while_the_runner_computes_ends_its_request_alone() 
     tokens: list[int] = []
     while len(ends) < 2:
         output = rig.outputs.get(timeout=LONG_S)
-        if output.request_id == "other":
+        if output.attempt.request_id == "other":
             tokens += output.new_token_ids
         if output.outcome is not None:
-            ends[output.request_id] = output.outcome
+            ends[output.attempt.request_id] = output.outcome
     rig.driver.stop()
     assert ends == {"aborted": Outcome.ABORTED, "other": Outcome.LENGTH}
     assert tokens == expected_tokens(prompt_of(6), SamplingParams(max_tokens=3), SPEC)
@@ -282,7 +282,7 @@ def test_an_abort_that_comes_while_the_runner_computes_ends_its_request_alone() 
 def test_an_end_that_needs_no_step_is_reported_at_once(ahead: bool) -> None:
     rig = GatedRig(allowed=1, ahead=ahead)
     rig.driver.submit(request("runs"))
-    assert rig.outputs.get(timeout=LONG_S).request_id == "runs"
+    assert rig.outputs.get(timeout=LONG_S).attempt.request_id == "runs"
     rig.gate.wait_for_step(2)
     # They are executed between the second step and the third, which the gate does not let pass.
     rig.driver.submit(Request("huge", RequestSpec(prompt_of(4000), SamplingParams())))
@@ -293,7 +293,7 @@ def test_an_end_that_needs_no_step_is_reported_at_once(ahead: bool) -> None:
     while len(ends) < 2:
         output = rig.outputs.get(timeout=LONG_S)
         if output.outcome is not None:
-            ends[output.request_id] = output.outcome
+            ends[output.attempt.request_id] = output.outcome
     assert ends == {"huge": Outcome.IGNORED, "aborted": Outcome.ABORTED}
     rig.gate.allow(None)
     rig.driver.stop()
@@ -303,13 +303,17 @@ def test_kv_that_arrives_during_a_step_is_used_in_the_next_one() -> None:
     rig = GatedRig(allowed=1, ahead=False, connector=FakeConnector())
     rig.driver.submit(request("d", leg=Leg.DECODE, kv_source=SOURCE))
     rig.driver.submit(Request("stream", RequestSpec(prompt_of(6), SamplingParams(max_tokens=20))))
-    assert rig.outputs.get(timeout=LONG_S).request_id == "stream"
+    assert rig.outputs.get(timeout=LONG_S).attempt.request_id == "stream"
     rig.gate.wait_for_step(2)
     # It is executed between the second step and the third.
     rig.driver.tell_transfer(KVTransferOutput(arrived={"d": ArrivedKV((7,))}))
     rig.gate.allow(3)
     told = [rig.outputs.get(timeout=LONG_S) for _ in range(3)]
-    assert [(output.request_id, output.first_index) for output in told] == [("stream", 1), ("stream", 2), ("d", 0)]
+    assert [(output.attempt.request_id, output.first_index) for output in told] == [
+        ("stream", 1),
+        ("stream", 2),
+        ("d", 0),
+    ]
     assert len(told[-1].new_token_ids) == 2, "the one that came and the one that it drew"
     rig.gate.allow(None)
     rig.driver.stop()

@@ -21,8 +21,8 @@ from baton.messages.node import Leg
 from baton.node.reports.figures import engine_figures, model_figures
 from baton.observe.metrics import Figure, Histogram, by_label, render
 from baton.observe.metrics_page import MetricsPage
+from baton.security.http_access import PageAuthenticator
 from baton.security.keys import KeyRing, write_keys
-from baton.security.pages import PageAuthenticator
 from tests.doubles.fake_clock import FakeClock
 from tests.doubles.fake_connector import FakeConnector
 from tests.doubles.fake_runner import FakeRunner

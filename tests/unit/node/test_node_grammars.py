@@ -74,7 +74,7 @@ class Rig:
         while request_id not in self.ends:
             output = self.outputs.get(timeout=LONG_S)
             if output.outcome is not None:
-                self.ends[output.request_id] = output
+                self.ends[output.attempt.request_id] = output
         return self.ends[request_id]
 
 

@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from baton.config import RouterConfig
+from baton.security.http_access import PageAuthenticator
 from baton.security.keys import KeyRing, write_keys
-from baton.security.pages import PageAuthenticator
 from baton.text.chat_template import DEFAULT_TEMPLATE
 from router.http.app import with_cors
 from tests.support.http_client import AsgiClient, Exchange

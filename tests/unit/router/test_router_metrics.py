@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.errors import DeadlineExceeded
 from baton.messages.node import Outcome
 from baton.observe.metrics import declared_figures, render
+from router.counters import Served
 from router.flight.flight_table import AttemptCause
-from router.limits import Served
 from router.operations.metrics import figures
 from tests.support.http_rig import finished
 from tests.support.router_parts import decode, prefill

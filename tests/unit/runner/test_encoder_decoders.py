@@ -256,9 +256,9 @@ def ends_of(
         engine.scheduler.add_request(request)
     while engine.has_work():
         for output in (one for outputs in engine.step().values() for one in outputs):
-            tokens[output.request_id] += output.new_token_ids
+            tokens[output.attempt.request_id] += output.new_token_ids
             if output.outcome is not None:
-                ends[output.request_id] = output
+                ends[output.attempt.request_id] = output
     return tokens, ends
 
 

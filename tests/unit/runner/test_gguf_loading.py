@@ -25,23 +25,16 @@ from safetensors.torch import load_file, save_file
 from baton.errors import ConfigError
 from baton.model_formats.gguf.container import open_gguf
 from baton.runner.model.layers import PackedEmbedding
-from baton.runner.model.stored.convert_gguf import convert
 from baton.runner.model.stored.gguf import QUANTIZED_FORMATS
 from kv_transfer.layout import LayoutFingerprint, layout_mismatch
 from tests.support.gguf_files import SCALE_STARTS, random_blocks
-from tests.support.gguf_models import ARCHITECTURES, random_module, write_module
+from tests.support.gguf_models import ARCHITECTURES, converted, random_module, write_module
 from tests.support.packed_runs import CountingOperations, PlainOnly, Sample, error, load, logits, refuse
 from tests.support.quantized_models import edit_config
 
 EXAMPLES = int(os.environ.get("BATON_FUZZ_EXAMPLES", "50"))
 WIDE: Mapping[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 """Rows that the blocks of all formats divide."""
-
-
-def converted(source: Path, directory: Path) -> Path:
-    directory.mkdir()
-    convert(source, directory, lambda _done, _total: None)
-    return directory
 
 
 Samples = Callable[..., Sample]

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from baton.errors import ConfigError
-from baton.runner.model.stored.convert_gguf import convert, main
-from tests.support.gguf_models import ARCHITECTURES, VOCAB_SIZE, random_module, write_module
+from baton.runner.model.stored.convert_gguf import main
+from tests.support.gguf_models import ARCHITECTURES, VOCAB_SIZE, converted, random_module, write_module
 
 TOKENS = torch.arange(3, 43)[None] * 7 % VOCAB_SIZE
 LAYERS = 6
@@ -40,12 +40,6 @@ def tiny(name: str) -> Any:
     if name == "gemma3_text":
         more |= {"num_hidden_layers": LAYERS, "layer_types": WINDOWS}
     return random_module(name, **more)
-
-
-def converted(source: Path, directory: Path) -> Path:
-    directory.mkdir()
-    convert(source, directory, lambda _done, _total: None)
-    return directory
 
 
 def loaded(directory: Path) -> Any:

@@ -125,7 +125,7 @@ def tokens_of(runner: TorchModelRunner, requests: list[Request]) -> dict[str, li
         for outputs in engine.step().values():
             for output in outputs:
                 assert output.error is None
-                tokens[output.request_id].extend(output.new_token_ids)
+                tokens[output.attempt.request_id].extend(output.new_token_ids)
     check_idle(engine)
     return tokens
 
@@ -235,7 +235,7 @@ def errors_of(
                 engine.scheduler.add_request(request)
             late = ()
         for outputs in engine.step().values():
-            errors.update({one.request_id: one.error for one in outputs if one.outcome is not None})
+            errors.update({one.attempt.request_id: one.error for one in outputs if one.outcome is not None})
     return errors
 
 

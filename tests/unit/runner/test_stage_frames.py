@@ -12,11 +12,11 @@ import pytest
 from baton.engine.batch import BlockCopy
 from baton.messages.node_report import RankReport
 from baton.runner.backends.cpu.kernels.errors import RankLost
-from baton.runner.remote_stages import frames
-from baton.runner.remote_stages.frames import FrameKind, FrameReader, FrameWriter, cut
-from baton.runner.remote_stages.stage_messages import StepCopies, figures_from_json, figures_to_json
 from baton.runner.spec import CacheSpec
 from baton.runner.stage_spec import PROTOCOL, StageSpec
+from baton.runner.stages import frames
+from baton.runner.stages.frames import FrameKind, FrameReader, FrameWriter, cut
+from baton.runner.stages.stage_messages import StepCopies, figures_from_json, figures_to_json
 
 Pair = tuple[socket.socket, socket.socket]
 

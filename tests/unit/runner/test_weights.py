@@ -28,12 +28,11 @@ from baton.runner.model import weights as weights_module
 from baton.runner.model.cached_model import row_quantum
 from baton.runner.model.checkpoint import open_checkpoint
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model.stored.convert_gguf import convert
 from baton.runner.model.weights import load_model, resolve_dtype
 from baton.runner.spec import CacheSpec, WeightSpec
 from tests.doubles.fake_rank_group import FakeRankGroup
 from tests.doubles.fake_stages import FakeStages
-from tests.support.gguf_models import random_module, write_module
+from tests.support.gguf_models import converted, random_module, write_module
 from tests.support.load_with import load_with
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
@@ -491,8 +490,7 @@ def test_blocks_of_a_gguf_file_are_in_memory_once_while_they_are_loaded(tmp_path
         module = random_module("llama", **changes)
         numbers = sum(weight.numel() for weight in module.parameters())
         source = write_module(tmp_path / f"{name}.gguf", module, "Q4_K")
-        (tmp_path / name).mkdir()
-        convert(source, tmp_path / name, lambda _done, _total: None)
+        converted(source, tmp_path / name)
     del module
     load_runner(TorchSpec(tmp_path / "tiny", dtype="bfloat16", num_blocks=16))
     growth = Growth()

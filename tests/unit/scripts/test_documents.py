@@ -1,4 +1,4 @@
-"""Files, headings, modules, functions, commands and options that the documents refer to exist."""
+"""Files, headings, modules, functions, commands and options that the documents refer to exist; no line is too long."""
 
 from __future__ import annotations
 
@@ -111,6 +111,13 @@ def test_shown_commands_exist_with_their_options(page: str) -> None:
         if name is None or flags - options()[name]:
             wrong.append(line)
     assert not wrong
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith("docs/decisions/")])
+def test_lines_have_at_most_120_columns(page: str) -> None:
+    """Rows of tables may be longer, since they can't be broken; so may what a program printed."""
+    lines = FENCE.sub("", text_of(page)).splitlines()
+    assert not [line for line in lines if len(line) > 120 and not line.lstrip().startswith("|")]
 
 
 def test_every_decision_has_a_number_of_its_own() -> None:

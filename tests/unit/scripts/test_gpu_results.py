@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tests.support.load_script import SCRIPTS, load_script
+from tests.support.load_script import load_script
 
 PAGE = "# Results\n<!-- gpu: results -->\nold\n<!-- end -->\nprose\n"
 CARD = "NVIDIA H100 80GB HBM3"
 
 
 @pytest.fixture(scope="module")
-def gpu_results() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield load_script("gpu_results")
+def gpu_results() -> ModuleType:
+    return load_script("gpu_results")
 
 
 @pytest.fixture

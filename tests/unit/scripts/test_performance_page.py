@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -13,10 +12,8 @@ from tests.support.load_script import SCRIPTS, load_script
 
 
 @pytest.fixture(scope="module")
-def performance() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield load_script("performance")
+def performance() -> ModuleType:
+    return load_script("performance")
 
 
 def test_an_output_is_kept_with_its_command_and_conditions(performance: ModuleType) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError
-from baton.runner.remote_stages.frames import StageLinks, heartbeat
 from baton.runner.stage_spec import PROTOCOL
+from baton.runner.stages.frames import StageLinks, heartbeat
 from baton.security.authority import make_certificates
 from baton.security.tls_files import LiveTls, certificate_files
 from baton.wire import stage_hosts
@@ -118,7 +118,7 @@ def test_hosts_wait_for_the_first_one(pool: ThreadPoolExecutor, monkeypatch: pyt
         ({"node": "p1"}, "the node is 'p0' here, and 'p1' there"),
         ({"cluster": "other"}, "the cluster is 'default' here, and 'other' there"),
         ({"hosts": 3}, "the number of hosts is 2 here, and 3 there"),
-        ({"protocol": 0}, "the version of the protocol is 1 here, and 0 there"),
+        ({"protocol": 0}, f"the version of the protocol is {PROTOCOL} here, and 0 there"),
         ({"rank": 0}, "no connection 'down' of a host 0"),
         ({"rank": 2}, "no connection 'down' of a host 2"),
         ({"rank": "1"}, "no connection 'down' of a host '1'"),

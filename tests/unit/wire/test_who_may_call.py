@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from baton.errors import PermissionDenied, Unauthenticated
+from baton.security.http_access import PageAuthenticator
 from baton.security.keys import ApiKey, KeyRing, new_key, write_keys
 from baton.security.matrix import (
     CERTIFICATE_ROLES,
@@ -21,7 +22,6 @@ from baton.security.matrix import (
     certificate_role,
     current_caller,
 )
-from baton.security.pages import PageAuthenticator
 from baton.wire.authenticator import Authenticator
 from tests.support.rpc_methods import METHODS
 

@@ -19,15 +19,15 @@ from baton.messages.spans import EncoderContent
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.operations import Operations
 from baton.runner.compute_paths import products_path
-from baton.runner.encoder.encoder import Encoder
 from baton.runner.execution.input_batch import Rows, flatten, flatten_rows
 from baton.runner.execution.pooling import Pooler
 from baton.runner.execution.request_table import RequestTable, Scheduled
-from baton.runner.load_steps import model_info, named_errors, prepared_operations, refuse_settings, settle
 from baton.runner.model.pooling_files import read_pooling
 from baton.runner.model.weights import load_model_for
 from baton.runner.self_check import TOO_SMALL, require_finite, why_missed
+from baton.runner.shared_by_loaders import model_info, named_errors, prepared_operations, refuse_settings, settle
 from baton.runner.spec import TorchSpec
+from baton.runner.text_encoder.encoder import Encoder
 
 
 class OnlyTexts:

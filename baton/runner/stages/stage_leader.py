@@ -15,6 +15,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,8 @@ from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.model.stage import StageReport, reports_to_json
 from baton.runner.parts import Stage
 from baton.runner.ranks.rank_leader import RankLeader
-from baton.runner.remote_stages.frames import (
+from baton.runner.stage_spec import StageSpec
+from baton.runner.stages.frames import (
     IDLE_HEARTBEATS,
     MISSED_HEARTBEATS,
     Frame,
@@ -39,10 +41,11 @@ from baton.runner.remote_stages.frames import (
     StageLinks,
     cut,
 )
-from baton.runner.remote_stages.stage_messages import StepCopies, figures_from_json
-from baton.runner.stage_spec import StageSpec
+from baton.runner.stages.stage_messages import StepCopies, figures_from_json
 
 _MOST_TEXT = 4096
+_END_S = 10.0
+"""In which all processes end after the connections are cut; those that do not are killed."""
 _SAID_ITSELF = "has failed"
 
 _log = logging.getLogger(__name__)
@@ -58,12 +61,16 @@ class StageProcess(Protocol):
         """How the process has ended, or ends within a second: `was ended by SIGKILL`; empty if it goes on."""
         ...
 
-    def kill(self) -> None:
-        """End the process at once; idempotent."""
+    def leads(self, pids: Sequence[int]) -> None:
+        """Note the processes that it has started, which end with it even if they are stopped and can't notice."""
         ...
 
-    def end(self) -> None:
-        """Wait until the process has ended, which it does since its connections are cut; it is killed if it does not.
+    def kill(self) -> None:
+        """End the process, and those that it leads, at once; idempotent."""
+        ...
+
+    def end(self, seconds: float) -> None:
+        """Wait for the end of the process, which ends since its connections are cut. After `seconds` it is killed.
 
         Idempotent.
         """
@@ -162,6 +169,7 @@ class StageLeader:
             ready = self._answer(other, FrameKind.READY)
             if other.process is not None:
                 other.pids = json.loads(ready.payload)
+                other.process.leads(other.pids[1:])
             other.reader.silence_allowed = IDLE_HEARTBEATS
         self._layers = [Stage(index, self.stage.count).layers(num_layers) for index in range(self.stage.count)]
 
@@ -245,7 +253,7 @@ class StageLeader:
 
     @property
     def pids(self) -> Sequence[int]:
-        return [other.process.pid for other in self._others if other.process is not None]
+        return [pid for other in self._others if other.process is not None for pid in other.pids or [other.process.pid]]
 
     def rank_reports(self) -> Sequence[RankReport]:
         """Reports on this process and the others, of those on other hosts as each has said last."""
@@ -268,6 +276,9 @@ class StageLeader:
         with self._lock:
             if self._is_closing or self.why_lost:
                 return
+            if self._own_ranks is not None:
+                # A step fails when a rank is lost, and may say so first, without knowing why.
+                reason = self._own_ranks.followers.why_lost or reason
             self.why_lost, callback = reason, self._callback
         _log.error("%s: the stages of this model are lost", reason)
         self._cut()
@@ -284,11 +295,12 @@ class StageLeader:
         with self._lock:
             self._is_closing = True
         self._cut()
+        deadline = time.monotonic() + _END_S
         if self._own_ranks is not None:
             self._own_ranks.end_ranks()
         for other in self._others:
             if other.process is not None:
-                other.process.end()
+                other.process.end(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         """End the other stages, and close the connections; idempotent. No step may be computed now."""

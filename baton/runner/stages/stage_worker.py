@@ -21,17 +21,17 @@ from baton.runner.backends.cpu.kernels.errors import KernelArgumentError, RankLo
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.blocks.host_blocks import host_blocks_in
-from baton.runner.load_steps import numerics_of, prepare
 from baton.runner.model.stage import StageReport, reports_from_json
 from baton.runner.model.stored.weight import UnusableWeight
 from baton.runner.model.weights import load_model_for
 from baton.runner.ranks.micro_batch import MicroBatch, bytes_of, read_numbers, tensor_of
 from baton.runner.ranks.rank import FirstRank, LeadingTransformer, StartRanks
 from baton.runner.ranks.rank_group import RankGroup
-from baton.runner.remote_stages.frames import Frame, FrameKind, FrameReader, FrameWriter, StageLinks
-from baton.runner.remote_stages.stage_messages import StepCopies, figures_to_json
+from baton.runner.shared_by_loaders import numerics_of, prepare
 from baton.runner.spec import WeightSpec
 from baton.runner.stage_spec import StageSpec
+from baton.runner.stages.frames import Frame, FrameKind, FrameReader, FrameWriter, StageLinks
+from baton.runner.stages.stage_messages import StepCopies, figures_to_json
 
 _MOST_FRAMES = 64
 """The most frames that wait for being computed."""
@@ -184,7 +184,7 @@ class StageWorker:
             out = transformer.compute_stage(micro.batch, micro.logits_rows, received, wants_hidden=False)
         except RankLost as error:
             # The leader is there, and is told.
-            raise EngineFault(str(error)) from error
+            raise EngineFault(self._why_ranks_lost or str(error)) from error
         self._writer.send(FrameKind.ROWS, bytes_of(out.hidden))
 
     @property

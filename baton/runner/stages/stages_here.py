@@ -11,19 +11,18 @@ from collections.abc import Callable, Sequence
 import torch
 
 from baton.errors import ConfigError
-from baton.processes.ends import how_it_ended
+from baton.processes.ends import HeldProcesses, how_it_ended
 from baton.processes.fork_server import start_process
 from baton.runner.parts import divided
-from baton.runner.remote_stages.frames import StageLinks
-from baton.runner.remote_stages.stage_leader import StageLeader
 from baton.runner.spec import TorchSpec
+from baton.runner.stages.frames import StageLinks
+from baton.runner.stages.stage_leader import StageLeader
 
 StartStages = Callable[[TorchSpec, torch.device], StageLeader]
 """Starts the stages before the last one: what all stages together load, and the device of the last one."""
 
 STAGE_PROGRAM = "baton.stage.process"
 """The module of a stage's process. It stands above this folder, since it also moves blocks."""
-_END_S = 10.0
 _WAIT_S = 1.0
 
 
@@ -58,7 +57,7 @@ def start_on(devices: Sequence[str], spec: TorchSpec) -> StageLeader:
             each.close()
         for process in processes:
             process.kill()
-            process.end()
+            process.end(_WAIT_S)
         raise
 
 
@@ -79,6 +78,8 @@ class LocalStage:
             self._process = start_process(command, descriptors, starts_others=spec.tensor_parallel > 1)
         except OSError as error:
             raise ConfigError(f"the process of a stage can't be started: {error}") from error
+        self._ranks = HeldProcesses()
+        """The processes that it leads."""
 
     @property
     def pid(self) -> int:
@@ -91,12 +92,16 @@ class LocalStage:
             return ""
         return how_it_ended(code)
 
+    def leads(self, pids: Sequence[int]) -> None:
+        self._ranks.hold(pids)
+
     def kill(self) -> None:
         self._process.kill()
+        self._ranks.kill()
 
-    def end(self) -> None:
+    def end(self, seconds: float) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
-            return
-        self._process.kill()
+            self._process.wait(seconds)
+        self.kill()
         self._process.wait()
+        self._ranks.let_go()

@@ -22,9 +22,9 @@ from baton.runner.model.transformer import HiddenAndLogits
 from baton.runner.model.weights import LoadedModel
 from baton.runner.ranks.micro_batch import MicroBatch, tensor_of, write_numbers
 from baton.runner.ranks.rank import FirstRank, LeadingTransformer
-from baton.runner.remote_stages.frames import FrameKind
-from baton.runner.remote_stages.stage_leader import StageLeader
 from baton.runner.stage_spec import StageSpec
+from baton.runner.stages.frames import FrameKind
+from baton.runner.stages.stage_leader import StageLeader
 
 _MICRO_BATCHES_OF_A_STAGE = 2
 """One that a stage computes, and one that waits for it."""

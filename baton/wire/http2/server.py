@@ -252,7 +252,7 @@ class Http2Server(grpc.aio.Server):
         """Take no new calls, let running ones end within the grace, then cancel them. Idempotent."""
         self.is_stopping = True
         for listener in self._listeners:
-            listener.stop()
+            listener.close()
         for listening in self._sockets:
             listening.close()
         for link in self.connections:

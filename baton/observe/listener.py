@@ -122,7 +122,10 @@ class Listener:
         self._go_on()
 
     def close(self) -> None:
-        """Accept no more, and drop connections in the middle of their handshakes. Idempotent."""
+        """Accept no more, and drop connections in the middle of their handshakes. Idempotent.
+
+        It is named as asyncio's is, because uvicorn calls it.
+        """
         if not self._is_open:
             return
         self._is_open = False

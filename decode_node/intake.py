@@ -59,8 +59,8 @@ from kv_transfer.receiver.block_map import BlockMap
 from kv_transfer.receiver.join_probe import JoinProbes
 from kv_transfer.receiver.transfer import TransferBook
 from kv_transfer.receiver.transfer_values import (
+    AbandonRead,
     Arrived,
-    CancelRead,
     CutLink,
     Failed,
     MayPlan,
@@ -147,7 +147,7 @@ class Intake:
     async def stop(self) -> None:
         """End the links and the agent. Transfers that are not over are not reported any more."""
         self._stopped = True
-        self._prober.stop()
+        self._prober.close()
         await self.links.close()
         if self._mover_watch is not None:
             self._mover_watch.cancel()
@@ -367,8 +367,8 @@ class Intake:
                     self.links.tell(incarnation, message)
                 case StartRead(read_id, incarnation, ranges, to_digest, digest_parts):
                     self.mover.read(read_id, incarnation, ranges, to_digest, digest_parts)
-                case CancelRead(read_id):
-                    self.mover.cancel(read_id)
+                case AbandonRead(read_id):
+                    self.mover.abandon(read_id)
                 case CutLink(incarnation, reason):
                     self.links.cut(incarnation, TransferFailed(TransferCause.PEER_GONE, reason))
                 case Recorded(name, attempt, value, detail):

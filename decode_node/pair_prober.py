@@ -34,7 +34,7 @@ from kv_transfer.receiver.probe_values import (
     RefuseWaiting,
     ReportFailure,
 )
-from kv_transfer.receiver.transfer_values import CancelRead, TellSender
+from kv_transfer.receiver.transfer_values import AbandonRead, TellSender
 
 _log = logging.getLogger(__name__)
 
@@ -68,15 +68,15 @@ class PairProber:
         self._timer: asyncio.TimerHandle | None = None
         self._due: float | None = None
         """When the timer fires, on the loop's clock."""
-        self._stopped = False
+        self._closed = False
 
     def started(self) -> None:
         """The mover is up."""
         self.probes.local_blocks = self._mover.probe_blocks
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Carry nothing out any more."""
-        self._stopped = True
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
 
@@ -104,7 +104,7 @@ class PairProber:
 
     def carry_out(self, effects: Iterable[ProbeEffect]) -> None:
         """Do what the probes say, and set the timer for what they wait for."""
-        for effect in effects if not self._stopped else ():
+        for effect in effects if not self._closed else ():
             match effect:
                 case TellSender(incarnation, message):
                     self._tell(incarnation, message)
@@ -113,8 +113,8 @@ class PairProber:
                     ranges = [ReadRange(local, read.remote_sub_block, 1, read.group)]
                     self._mover.fill(read_id, read.local_block, read.seed, read.group)
                     self._mover.read(read_id, incarnation, ranges, (local,), read.local_parts)
-                case CancelRead(read_id):
-                    self._mover.cancel(read_id)
+                case AbandonRead(read_id):
+                    self._mover.abandon(read_id)
                 case PairProven(incarnation):
                     self._proven(incarnation)
                 case EndLink(incarnation, error):
@@ -129,7 +129,7 @@ class PairProber:
 
     def _set_timer(self) -> None:
         loop, pause_s = asyncio.get_running_loop(), self.probes.next_tick_s()
-        if self._stopped or pause_s is None:
+        if self._closed or pause_s is None:
             return
         due = loop.time() + pause_s
         if self._due is not None and self._due <= due:

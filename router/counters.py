@@ -51,7 +51,7 @@ class Served:
         field(default_factory=lambda: Histogram(_REQUEST_BUCKETS_S))
     )
 
-    def ended(self, finished: Finished) -> None:
+    def count(self, finished: Finished) -> None:
         """Count a request that ended well."""
         self.prompt_tokens += finished.prompt_tokens
         self.generation_tokens += finished.completion_tokens

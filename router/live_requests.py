@@ -267,7 +267,7 @@ class LiveRequests:
         The reader may keep the answer until its client has read it. So the memory that the answer takes stays reserved
         until `close`. An answer to which nobody comes back is forgotten: its id may be used again.
         """
-        self._waiting.gone(active)
+        self._waiting.end(active)
         if active.delivery != "stream":
             self._unread.add(active)
             self._forget(active)
@@ -280,7 +280,7 @@ class LiveRequests:
             self.feed(active, Cancel("the client went away"))
         active.cancel_timers()
         self._adoptions.remove(active)
-        self._waiting.gone(active)
+        self._waiting.end(active)
         self._unread.discard(active)
         self._forget(active)
         self._num_row_bytes -= active.num_row_bytes
@@ -562,9 +562,9 @@ class LiveRequests:
         active.finish = (finish, finished)
         active.queue.put(finished)
         self.counters.finished += 1
-        self.counters.served.ended(finished)
-        self.placer.finished(active.request.request_id, finish.timings, finished.ttft_ms, now)
-        self._waiting.ended(active)
+        self.counters.served.count(finished)
+        self.placer.note_times(active.request.request_id, finish.timings, finished.ttft_ms, now)
+        self._waiting.note_times(active)
         self._end(active, None, now)
 
     def _end(self, active: ActiveRequest, error: BatonError | None, at: float | None = None) -> None:
@@ -576,7 +576,7 @@ class LiveRequests:
             self._spans.end(active.span, ended)
         active.wanted = None
         self._waiting.remove(active)
-        self.placer.over(active.request.request_id)
+        self.placer.end(active.request.request_id)
         active.cancel_timers()
         active.queue.end(error)
         if active.has_record and self._journal is not None:

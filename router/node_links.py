@@ -113,7 +113,7 @@ class NodeLinks:
         self._rng = rng
         self._times = times or LinkTimes()
         self._links: dict[str, _Link] = {}
-        self._stopping: set[_Link] = set()
+        self._closing: set[_Link] = set()
         self.watch = current_watch.get()
 
     def listen(self, listener: LinkListener) -> None:
@@ -133,9 +133,9 @@ class NodeLinks:
             if incarnation not in current:
                 link.registered = False
                 if not link.is_attached and not link.is_cut:
-                    link.stop()
-                    self._stopping.add(self._links.pop(incarnation))
-        self._stopping = {link for link in self._stopping if not link.is_over}
+                    link.close()
+                    self._closing.add(self._links.pop(incarnation))
+        self._closing = {link for link in self._closing if not link.is_over}
 
     def send(self, incarnation: str, message: RouterMessage) -> bool:
         """Queue a message without waiting; False if there is no stream to that incarnation."""
@@ -143,11 +143,11 @@ class NodeLinks:
         return link is not None and link.send(message)
 
     async def close(self) -> None:
-        """Stop all links, and wait until their tasks have ended. Idempotent."""
-        links = [*self._links.values(), *self._stopping]
-        self._links, self._stopping = {}, set()
+        """Close all links, and wait until their tasks have ended. Idempotent."""
+        links = [*self._links.values(), *self._closing]
+        self._links, self._closing = {}, set()
         for link in links:
-            link.stop()
+            link.close()
         await asyncio.gather(*(link.wait_ended() for link in links))
 
     # --- for the links ---
@@ -259,7 +259,7 @@ class _Link:
             self._end_after_fault(fault)
         return True
 
-    def stop(self) -> None:
+    def close(self) -> None:
         self._task.cancel()
 
     async def wait_ended(self) -> None:

@@ -473,7 +473,7 @@ class RouterProcess:
         if num_live := self._requests.num_live:
             _log.info("%d requests have not ended in time and are left to other routers", num_live)
         self._dispatcher.leave_all_to_other_routers()
-        self._collector.stop()
+        self._collector.close()
         await asyncio.gather(self._public.grpc.stop(2.0), self._public.http.stop(2.0), self._operators.server.stop(0.5))
         await self._core.links.close()
         await asyncio.to_thread(self._dispatcher.close)

@@ -199,13 +199,13 @@ class WaitingRoom:
         active.placed_at, active.counts_as_placed = at, True
         self._line(active).num_placed += 1
 
-    def gone(self, active: ActiveRequest) -> None:
+    def end(self, active: ActiveRequest) -> None:
         """Forget a request whose client has everything, or has left. Idempotent."""
         self.remove(active)
         self._line(active).num_placed -= active.counts_as_placed
         active.counts_as_placed = False
 
-    def ended(self, active: ActiveRequest) -> None:
+    def note_times(self, active: ActiveRequest) -> None:
         """Note the times of a request that has ended well, as a prediction for others."""
         if active.placed_at is not None:
             now = self._timers.monotonic()

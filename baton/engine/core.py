@@ -27,12 +27,12 @@ from baton.messages.node import StepFigures
 class InputEncoder(Protocol):
     """Has a runner make rows of inputs, and tells the scheduler. Both methods return at once."""
 
-    def start(self, encoder_input: EncoderInput) -> None:
+    def start_encoding(self, encoder_input: EncoderInput) -> None:
         """Have an input encoded; `Scheduler.input_encoded` or `input_failed` follows, on the engine's thread."""
         ...
 
-    def forget(self, digests: Sequence[str]) -> None:
-        """Have the runner forget the rows of inputs, and give up what is still to be encoded of them."""
+    def release(self, digests: Sequence[str]) -> None:
+        """Have the runner release the rows of inputs, and give up what is still to be encoded of them."""
         ...
 
 
@@ -43,7 +43,7 @@ class EncodesAtOnce:
         self._scheduler = scheduler
         self._runner = runner
 
-    def start(self, encoder_input: EncoderInput) -> None:
+    def start_encoding(self, encoder_input: EncoderInput) -> None:
         try:
             self._runner.encoder.encode(encoder_input.content, encoder_input.num_rows)
         except Exception as exc:
@@ -51,8 +51,8 @@ class EncodesAtOnce:
         else:
             self._scheduler.input_encoded(encoder_input.digest)
 
-    def forget(self, digests: Sequence[str]) -> None:
-        self._runner.encoder.forget(digests)
+    def release(self, digests: Sequence[str]) -> None:
+        self._runner.encoder.release(digests)
 
 
 class EngineCore:
@@ -86,8 +86,8 @@ class EngineCore:
         """Steps that are submitted and not committed, in order: the decision, when it was made, and what waits for the
         result. At most one between two calls; two while `step` waits for the first one."""
         self._encoder: InputEncoder = encoder if encoder is not None else EncodesAtOnce(scheduler, runner)
-        self._forgotten: dict[str, int] = {}
-        """Inputs whose rows are to be forgotten, with the number of steps that were submitted before."""
+        self._to_release: dict[str, int] = {}
+        """Inputs whose rows are to be released, with the number of steps that were submitted before."""
         self._clock = scheduler.clock
         self._decided_at = self._committed_at = 0.0
         self._computed: ComputedStep | None = None
@@ -136,21 +136,21 @@ class EngineCore:
         return decided
 
     def _do_encoder_work(self, work: EncoderWork) -> None:
-        for digest in work.to_forget:
+        for digest in work.to_release:
             # Steps that were submitted may still have rows of requests that have ended.
-            self._forgotten[digest] = self._num_steps
+            self._to_release[digest] = self._num_steps
         for encoder_input in work.to_encode:
-            self._forgotten.pop(encoder_input.digest, None)
-            self._encoder.start(encoder_input)
-        self._forget_encoded()
+            self._to_release.pop(encoder_input.digest, None)
+            self._encoder.start_encoding(encoder_input)
+        self._release_encoded()
 
-    def _forget_encoded(self) -> None:
-        """Have the runner forget rows that no submitted step can name."""
-        gone = [digest for digest, step in self._forgotten.items() if step <= self.num_committed_steps]
+    def _release_encoded(self) -> None:
+        """Have the runner release rows that no submitted step can name."""
+        gone = [digest for digest, step in self._to_release.items() if step <= self.num_committed_steps]
         if gone:
-            self._encoder.forget(gone)
+            self._encoder.release(gone)
             for digest in gone:
-                del self._forgotten[digest]
+                del self._to_release[digest]
 
     def _submit(self, decided: SchedulerOutput) -> None:
         self._num_steps += 1
@@ -183,8 +183,8 @@ class EngineCore:
         except Exception as exc:
             failed = dict.fromkeys(decided.num_scheduled_tokens, f"the runner failed: {exc!r}")
             computed = ModelRunnerOutput({}, failed=failed, lost=True)
-        if self._forgotten:
-            self._forget_encoded()
+        if self._to_release:
+            self._release_encoded()
         outputs = self._update(decided, computed)
         if not computed.lost and not decided.is_empty:
             self._computed = _computed_step(decided, computed, began, self._committed_at, self.has_work())

@@ -64,10 +64,10 @@ def encoder_inputs(spans: Sequence[Span], contents: Iterable[EncoderContent]) ->
 class EncoderWork:
     """What a runner is to do for the encoder cache."""
 
-    to_forget: Sequence[str]
+    to_release: Sequence[str]
     """The digests of inputs whose rows no step names any more, or that need not be encoded any more."""
     to_encode: Sequence[EncoderInput]
-    """Inputs of which it is to make rows, in the order of need; some may be among those to forget."""
+    """Inputs of which it is to make rows, in the order of need; some may be among those to release."""
 
 
 class _State(enum.Enum):
@@ -126,7 +126,7 @@ class EncoderCache:
         """Whether each of these inputs fits into the cache, alone if need be."""
         return all(encoder_input.num_rows <= self.num_rows for encoder_input in inputs)
 
-    def cut(self, request_id: str, inputs: Sequence[EncoderInput], start: int, num_tokens: int) -> int:
+    def hold_for_chunk(self, request_id: str, inputs: Sequence[EncoderInput], start: int, num_tokens: int) -> int:
         """How many of the tokens [start, start + num_tokens) can be computed now: up to an input without rows.
 
         The inputs that these tokens need are held. The first one that is missing is encoded as soon as there is room

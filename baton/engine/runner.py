@@ -272,7 +272,7 @@ class RowEncoder(Protocol):
     """Makes rows of the inputs of a runner's encoder (images, speech, texts), and keeps them for steps."""
 
     def encode(self, content: EncoderContent, num_rows: int) -> None:
-        """Make the rows of an input, of which a prompt has so many, and keep them until `forget`.
+        """Make the rows of an input, of which a prompt has so many, and keep them until `release`.
 
         Called beside steps, from one thread at a time. Raises InvalidRequest for one that can't be used.
         """
@@ -292,8 +292,8 @@ class RowEncoder(Protocol):
         """
         ...
 
-    def forget(self, digests: Sequence[str] | None) -> None:
-        """Forget the rows of inputs, of which no step names any more. Unknown ones are skipped.
+    def release(self, digests: Sequence[str] | None) -> None:
+        """Give back the memory of the rows of inputs, of which no step names any more. Unknown ones are skipped.
 
         None: of all, also of one that is being encoded. Rows that are kept or encoded from then on stay.
         Called from any thread.

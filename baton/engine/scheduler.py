@@ -160,28 +160,28 @@ class Scheduler:
         state.events.record(EngineCoreEventType.QUEUED, request, request.num_submitted_tokens)
         self._admission.add(request, self._pending, awaits_adapter=awaits_adapter)
 
-    def finish_requests(
+    def end_requests(
         self, request_ids: Collection[str], outcome: Outcome, error: Failure | None = None
     ) -> EngineCoreOutputs:
         """End requests with all their sequences, wherever they are. Returns their last outputs by client index."""
         outputs = OutputsByClient()
-        self._finish(self._state.live_requests(request_ids), outcome, error, outputs)
-        self._finish_failed_groups(outputs)
+        self._end(self._state.live_requests(request_ids), outcome, error, outputs)
+        self._end_failed_groups(outputs)
         return outputs.seal()
 
-    def finish_sequence(self, request_id: str, index: int, outcome: Outcome) -> EngineCoreOutputs:
+    def end_sequence(self, request_id: str, index: int, outcome: Outcome) -> EngineCoreOutputs:
         """End one of several sequences of a request; others are skipped. Returns its last output by client index."""
         outputs = OutputsByClient()
         if (sequence := self._state.live_sequence(request_id, index)) is not None:
-            self._finish([sequence], outcome, None, outputs)
-            self._finish_failed_groups(outputs)
+            self._end([sequence], outcome, None, outputs)
+            self._end_failed_groups(outputs)
         return outputs.seal()
 
     def grammar_compiled(self, request_id: str, matchers: Sequence[TokenMatcher]) -> None:
         """Give a request in WAITING_FOR_GRAMMAR a matcher for each sequence that it will have here.
 
         The matchers have been given the request's output so far. A request whose grammar can't be compiled is ended
-        with `finish_requests` instead.
+        with `end_requests` instead.
         """
         self._waiting.grammar_compiled(request_id, matchers)
         self._stalled = False
@@ -189,7 +189,7 @@ class Scheduler:
     def adapter_loaded(self, request_id: str) -> None:
         """Queue a request in WAITING_FOR_ADAPTER: the runner has its adapter, and keeps it until the request has ended.
 
-        A request whose adapter can't be loaded is ended with `finish_requests` and ADAPTER_UNAVAILABLE instead.
+        A request whose adapter can't be loaded is ended with `end_requests` and ADAPTER_UNAVAILABLE instead.
         """
         self._waiting.adapter_loaded(request_id)
         self._stalled = False
@@ -200,7 +200,7 @@ class Scheduler:
         return {request.adapter for request in (*self._state.requests.values(), *members) if request.adapter}
 
     def take_encoder_work(self) -> EncoderWork:
-        """What the runner is to forget and to encode since the last call, in this order."""
+        """What the runner is to release and to encode since the last call, in this order."""
         cache = self._state.encoder_cache
         return EncoderWork(cache.take_evicted(), cache.take_inputs_to_encode())
 
@@ -219,8 +219,8 @@ class Scheduler:
         """
         asked = self._state.encoder_cache.failed(digest)
         needing = [request for request_id, request in self._state.requests.items() if request_id in asked]
-        self._finish(needing, *failure_of(error), self._pending)
-        self._finish_failed_groups(self._pending)
+        self._end(needing, *failure_of(error), self._pending)
+        self._end_failed_groups(self._pending)
         self._stalled = False
 
     def get_request_counts(self) -> tuple[int, int]:
@@ -314,7 +314,7 @@ class Scheduler:
         known = request_id in state.requests or request_id in state.groups or request_id in state.beams
         return known or request_id in state.kv_cache_manager.held
 
-    def _finish(
+    def _end(
         self, requests: Sequence[Request], outcome: Outcome, error: Failure | None, outputs: OutputsByClient
     ) -> None:
         if requests:
@@ -324,7 +324,7 @@ class Scheduler:
             self._state.remove_ended()
             self._stalled = False
 
-    def _finish_failed_groups(self, outputs: OutputsByClient) -> None:
+    def _end_failed_groups(self, outputs: OutputsByClient) -> None:
         while self._state.failed_groups:
             group, first = self._state.failed_groups.pop()
             outcome: Outcome = Outcome.ERROR
@@ -332,7 +332,7 @@ class Scheduler:
             if first.outcome in (Outcome.INVALID, Outcome.REPETITION):
                 # The node is not at fault, so the others don't end with ERROR, which routers count against the node.
                 outcome, error = first.outcome, first.error or error
-            self._finish(list(group.members), outcome, error, outputs)
+            self._end(list(group.members), outcome, error, outputs)
 
     # --- deciding a step ---
 
@@ -445,7 +445,7 @@ class Scheduler:
             if num_tokens > 1:
                 # A long prompt leaves a token of the budget to each request behind it, or their streams would stall.
                 behind = len(filling) - index - 1 + arriving
-                num_tokens = plan.cut(request, num_tokens, max(1, plan.token_budget - behind))
+                num_tokens = plan.chunk_size(request, num_tokens, max(1, plan.token_budget - behind))
             num_tokens = state.num_encoded(request, request.num_computed_tokens, num_tokens)
             if not num_tokens:
                 continue
@@ -481,7 +481,7 @@ class Scheduler:
             self._commit.commit(plan, num_scheduled, runner_output, outputs)
         self._state.remove_ended()
         if self._state.failed_groups:
-            self._finish_failed_groups(outputs)
+            self._end_failed_groups(outputs)
         return outputs.seal()
 
     # --- KV from another node ---
@@ -495,6 +495,6 @@ class Scheduler:
         """
         outputs = OutputsByClient()
         self._arrivals.take(transfers, outputs)
-        self._finish_failed_groups(outputs)
+        self._end_failed_groups(outputs)
         self._stalled = False
         return outputs.seal()

@@ -228,7 +228,7 @@ class SchedulerState:
                 request.num_computed_tokens = 0
         return bool(parked)
 
-    def finish_beams(self, beams: BeamGroup, outputs: OutputsByClient) -> None:
+    def end_beams(self, beams: BeamGroup, outputs: OutputsByClient) -> None:
         """End a beam search that is over, and write its best sequences as outputs."""
         self._end_computed_and_parked(beams)
         root, found = beams.root, beams.outputs()
@@ -268,10 +268,13 @@ class SchedulerState:
         self.end(request, outcome, outputs, error=error, transfer_cause=cause)
 
     def num_encoded(self, request: Request, start: int, num_tokens: int) -> int:
-        """How many of the tokens [start, start + num_tokens) of a request can be computed now; see EncoderCache.cut."""
+        """How many of the tokens [start, start + num_tokens) of a request can be computed now.
+
+        See `EncoderCache.hold_for_chunk`.
+        """
         if not request.encoder_inputs:
             return num_tokens
-        return self.encoder_cache.cut(request.request_id, request.encoder_inputs, start, num_tokens)
+        return self.encoder_cache.hold_for_chunk(request.request_id, request.encoder_inputs, start, num_tokens)
 
     def move_to_decodes(self, plan: StepPlan) -> None:
         """Move requests whose last known token is computed in this step to the decodes, unless its token ends them."""

@@ -54,7 +54,7 @@ class StepPlan:
     def is_empty(self) -> bool:
         return not self.requests and not self.decodes.count
 
-    def cut(self, request: Request, num_tokens: int, budget: int) -> int:
+    def chunk_size(self, request: Request, num_tokens: int, budget: int) -> int:
         """How many of the `num_tokens` tokens that a request lacks to compute in this step.
 
         `budget`: how many tokens of the step's budget the request may use.
@@ -65,7 +65,7 @@ class StepPlan:
             budget = min(budget, max(1, _MAX_PROMPT_LOGITS - self._num_prompt_logits))
         return min(num_tokens, budget, limit) if limit else min(num_tokens, budget)
 
-    def cut_spare(self, most: int) -> int:
+    def spare_chunk_size(self, most: int) -> int:
         """How many of at most `most` tokens of prompts the draft model may compute in what is left of the budget."""
         return max(0, min(most, self.token_budget, self._chunk_limit or most))
 

@@ -128,7 +128,7 @@ class EngineDriver:
         self._inbox.put(None)
         self._thread.join()
         if self._adapters is not None:
-            self._adapters.end()
+            self._adapters.close()
         for digest in self._adapter_cache.in_memory:
             self._runner.adapters.unload(digest)
         self._grammars.close()
@@ -146,16 +146,16 @@ class EngineDriver:
             self._grammars.compile(
                 request,
                 lambda matchers: inbox.put(lambda: scheduler.grammar_compiled(request_id, matchers)),
-                lambda error: inbox.put(lambda: scheduler.finish_requests([request_id], *failure_of(error))),
+                lambda error: inbox.put(lambda: scheduler.end_requests([request_id], *failure_of(error))),
             )
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests from outside; unknown ids are ignored."""
-        self._inbox.put(lambda: self._scheduler.finish_requests(request_ids, Outcome.ABORTED))
+        self._inbox.put(lambda: self._scheduler.end_requests(request_ids, Outcome.ABORTED))
 
     def abort_sequence(self, request_id: str, index: int) -> None:
         """End one sequence of a request from outside; one that does not live is ignored."""
-        self._inbox.put(lambda: self._scheduler.finish_sequence(request_id, index, Outcome.ABORTED))
+        self._inbox.put(lambda: self._scheduler.end_sequence(request_id, index, Outcome.ABORTED))
 
     def tell_transfer(self, news: KVTransferOutput) -> None:
         """Pass on that KV arrived, failed to arrive, or that blocks were released."""
@@ -280,7 +280,7 @@ class EngineDriver:
             self._adapter_faults[digest] = fault
         else:
             self._num_adapter_loads += 1
-        return self._perform(self._adapter_cache.finished(digest, fault.reason if fault is not None else ""))
+        return self._perform(self._adapter_cache.load_ended(digest, fault.reason if fault is not None else ""))
 
     @property
     def has_due(self) -> bool:
@@ -319,7 +319,7 @@ class EngineDriver:
                         self._scheduler.adapter_loaded(request_id)
                 case AdapterFailed(request_ids, reason):
                     unavailable = Outcome.ADAPTER_UNAVAILABLE
-                    outputs.append(self._scheduler.finish_requests(request_ids, unavailable, reason))
+                    outputs.append(self._scheduler.end_requests(request_ids, unavailable, reason))
         return _merge(outputs)
 
     def _load(self, digest: str, directory: str) -> None:

@@ -197,7 +197,7 @@ class EncoderThread:
         self._waiting: dict[str, Future[None]] = {}
         """What is still to be encoded, by digest."""
 
-    def start(self, encoder_input: EncoderInput) -> None:
+    def start_encoding(self, encoder_input: EncoderInput) -> None:
         if self._rows is None or encoder_input.content.held_by is None:
             self._encode(encoder_input)
             return
@@ -208,11 +208,11 @@ class EncoderThread:
             lambda: self._post(lambda: self._on_fetched(encoder_input, None)),
         )
 
-    def forget(self, digests: Sequence[str]) -> None:
+    def release(self, digests: Sequence[str]) -> None:
         for digest in digests:
             if (future := self._waiting.pop(digest, None)) is not None:
                 future.cancel()
-        self._runner.encoder.forget(digests)
+        self._runner.encoder.release(digests)
 
     def close(self) -> None:
         """Give up all inputs. One that is being encoded may take long, and is not waited for: its rows are not kept.
@@ -220,7 +220,7 @@ class EncoderThread:
         Idempotent.
         """
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._runner.encoder.forget(None)
+        self._runner.encoder.release(None)
 
     def _on_fetched(self, encoder_input: EncoderInput, rows: bytes | None) -> None:
         """Take the rows of an input that another node made, None if they could not be fetched."""

@@ -301,7 +301,7 @@ class RouterAttempts:
         if attempt.runs:
             attempt.note(delta)
             if outcome is not None and attempt.clock.sequence_ended(outcome):
-                self.book.finished(attempt, self._clock.monotonic())
+                self.book.ended(attempt, self._clock.monotonic())
                 error = str(output.error or "")
                 self._end_span(key, error)
                 self._log_end(key, outcome, error)

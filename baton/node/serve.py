@@ -219,7 +219,7 @@ class Node:
         self._latest = StepNews({}, (), self.scheduler.make_stats(), StepTimes())
         check = self._runner.adapters.check
         adapters = AdapterThreads(self._runner, AdapterDirectories(config.adapter_directories, check))
-        cleanup.push_async_callback(adapters.close)
+        cleanup.push_async_callback(adapters.aclose)
         rows = RowFetcher(self._runner.model, context.dialer, clock, post)
         cleanup.push_async_callback(rows.close)
         driver = EngineDriver(

@@ -121,7 +121,7 @@ class Listener:
         self._is_open = True
         self._go_on()
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Accept no more, and drop connections in the middle of their handshakes. Idempotent."""
         if not self._is_open:
             return

@@ -61,7 +61,7 @@ class MetricsPage:
     async def stop(self) -> None:
         """Accept no more connections. Those that are open end within the timeout of one answer. Idempotent."""
         if self._listener is not None and self._socket is not None:
-            self._listener.close()
+            self._listener.stop()
             self._socket.close()
             self._listener = self._socket = None
 

@@ -211,7 +211,7 @@ class OfflineEngine:
     def close(self) -> None:
         """End the engine's thread after the current step and the runner, and free what they hold."""
         self._driver.stop()
-        self._threads.end()
+        self._threads.close()
         self._runner.close()
 
     def _checked(self, index: int, request: RunningRequest) -> Sequence[Submit | Abort]:

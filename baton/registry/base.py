@@ -149,8 +149,8 @@ class FlightRecords(Protocol):
         """
         ...
 
-    def end(self, request_id: str, owner: int = 0) -> None:
-        """Let the record of a finished flight expire soon, unless it has been replaced by another flight's."""
+    def expire_soon(self, request_id: str, owner: int = 0) -> None:
+        """Let the record of an ended flight expire soon, unless it has been replaced by another flight's."""
         ...
 
     async def get(self, request_id: str) -> bytes | None:

@@ -83,8 +83,8 @@ class RedisFlightRecords:
             return
         self._add(request_id, _Write(record, self._lifetime_s, _owner(owner)))
 
-    def end(self, request_id: str, owner: int = 0) -> None:
-        """Let the record of a finished flight expire soon; see `FlightRecords.end`."""
+    def expire_soon(self, request_id: str, owner: int = 0) -> None:
+        """Let the record of an ended flight expire soon; see `FlightRecords.expire_soon`."""
         lifetime_s, name = min(ENDED_S, self._lifetime_s), _owner(owner)
         before = self._pending.get(request_id)
         if before is None or before.record is None:

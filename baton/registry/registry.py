@@ -138,7 +138,7 @@ class Registry:
         """Publish the record and renew it; see `Membership.lease`."""
         lease = RedisLease(self, record)
         self._leases.add(lease)
-        await lease.start()
+        await lease.publish()
         return lease
 
     async def watch(self) -> AsyncIterator[Snapshot]:
@@ -407,7 +407,7 @@ class RedisLease:
     def record(self) -> NodeRecord:
         return self._record
 
-    async def start(self) -> None:
+    async def publish(self) -> None:
         """Publish once, then renew in the background."""
         failed = not await self._try_publish()
         if not self._closed:

@@ -128,7 +128,7 @@ class PipelinedModelRunner(TorchModelRunner):
         computing = len(self._computing)
         self._computing.clear()
         for _ in range(computing):
-            self._leading.end()
+            self._leading.take_result()
 
     def _advance(self) -> None:
         """Take the results of a micro-batch, or begin one, or wait until either is possible."""
@@ -169,7 +169,7 @@ class PipelinedModelRunner(TorchModelRunner):
     def _take_first(self) -> None:
         micro = self._computing.popleft()
         micro.step.num_computing -= 1
-        self._take(micro.step.results, micro.rows, self._leading.end())
+        self._take(micro.step.results, micro.rows, self._leading.take_result())
 
 
 def _copies_blocks(decided: SchedulerOutput) -> bool:

@@ -51,4 +51,4 @@ def _move_blocks(worker: StageWorker) -> None:
         worker.fail(f"{type(error).__name__}: {error}")
     finally:
         # Without its blocks the node can't hand over, so the stage ends, too.
-        worker.stop()
+        worker.cut()

@@ -198,7 +198,7 @@ def coalesce(
     return ranges
 
 
-def cut_ranges(ranges: deque[ReadRange], num_blocks: int) -> tuple[ReadRange, ...]:
+def take_ranges(ranges: deque[ReadRange], num_blocks: int) -> tuple[ReadRange, ...]:
     """Remove up to `num_blocks` sub-blocks from the front and return them; splits a range where necessary."""
     taken: list[ReadRange] = []
     while ranges and num_blocks:

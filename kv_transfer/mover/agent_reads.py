@@ -245,7 +245,7 @@ class AgentReads:
         else:
             self._deliver(BlockFilled(fill_id, digests))
 
-    def cancel(self, read_id: int) -> None:
+    def abandon(self, read_id: int) -> None:
         read = self._reads.get(read_id)
         if read is not None and self._window.withdraw(read_id, read.incarnation):
             read.failure = read.failure or TransferFailed(TransferCause.CANCELLED, "cancelled by its owner")

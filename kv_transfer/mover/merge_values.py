@@ -15,7 +15,7 @@ class MergeState(enum.Enum):
     """How far a divided read is."""
 
     READING = "sub-reads are out, and none has failed"
-    FAILING = "one has failed; the others are cancelled and may still write"
+    FAILING = "one has failed; the others are abandoned and may still write"
     DIGESTING = "all bytes are here, and some digests are to come"
     OVER = "nothing is to come"
 
@@ -77,8 +77,8 @@ class ReadPart:
 
 
 @dataclass(frozen=True, slots=True)
-class CancelPart:
-    """Tell a part to cancel a sub-read."""
+class AbandonPart:
+    """Tell a part to abandon a sub-read."""
 
     part: int
     read_id: int
@@ -102,4 +102,4 @@ class Deliver:
     event: MoverEvent
 
 
-MergeEffect = ConnectPart | DisconnectPart | ReadPart | CancelPart | FillPart | Deliver
+MergeEffect = ConnectPart | DisconnectPart | ReadPart | AbandonPart | FillPart | Deliver

@@ -138,8 +138,8 @@ class Mover:
         if not self._enqueue(lambda: self._reads.fill(fill_id, block, seed, group)):
             self._deliver(FillFailed(fill_id, str(_NOT_RUNNING)))
 
-    def cancel(self, read_id: int) -> None:
-        self._enqueue(lambda: self._reads.cancel(read_id))
+    def abandon(self, read_id: int) -> None:
+        self._enqueue(lambda: self._reads.abandon(read_id))
 
     def disconnect(self, incarnation: str) -> None:
         self._enqueue(lambda: self._reads.disconnect(incarnation))

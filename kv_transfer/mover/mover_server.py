@@ -129,7 +129,7 @@ class MoverServer:
             case ReadBlocks(read_id, agent, to_digest=to_digest, digest_parts=digest_parts):
                 mover.read(read_id, agent, self._ranges(message), to_digest, digest_parts)
             case CancelRead(read_id):
-                mover.cancel(read_id)
+                mover.abandon(read_id)
             case FillBlock(fill_id, block, seed, group):
                 if not 0 <= block < self._memory.num_all_blocks:
                     raise StreamLost(f"block {block} is to be filled, and there are {self._memory.num_all_blocks}")

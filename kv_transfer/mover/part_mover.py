@@ -165,7 +165,7 @@ class PartMover(Protocol):
         is posted; answered by BlockFilled, with digests as of a block of this group of layers, or by FillFailed."""
         ...
 
-    def cancel(self, read_id: int) -> None:
+    def abandon(self, read_id: int) -> None:
         """Post no more of a read; it is answered when what is in flight has ended. An unknown read changes nothing."""
         ...
 

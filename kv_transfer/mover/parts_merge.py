@@ -8,7 +8,7 @@ The rules it keeps:
 1. A peer is connected when all its pairs are; when one of them fails, the others are disconnected again. Each call is
    answered once, in the order of the calls.
 2. A read becomes one sub-read for each pair with layers that the read moves. It is answered once, when all of them are:
-   until then some of it may still write. When one fails, the others are cancelled, and its cause is the read's.
+   until then some of it may still write. When one fails, the others are abandoned, and its cause is the read's.
 3. A digest of parts of a block is the sum, modulo 2^64, of those of its layers: that of a sub-block is delivered once,
    when all pairs that bring some of it have delivered theirs. A digest that one of them could not compute is reported
    once, and then no more of that read are delivered.
@@ -33,7 +33,7 @@ from kv_transfer.backends.base import PeerGone
 from kv_transfer.layout import PeerNode
 from kv_transfer.mover.merge_values import (
     MERGE_TABLE,
-    CancelPart,
+    AbandonPart,
     ConnectPart,
     Deliver,
     DisconnectPart,
@@ -277,10 +277,10 @@ class PartsMerge:
             found[r.group] += [block for block in span if block in wanted]
         return found
 
-    def cancel(self, read_id: int) -> list[MergeEffect]:
+    def abandon(self, read_id: int) -> list[MergeEffect]:
         """Start no more of a read; an unknown one changes nothing."""
         read = self._reads.get(read_id)
-        return [] if read is None else [CancelPart(read.sub_reads[each], each) for each in sorted(read.waiting)]
+        return [] if read is None else [AbandonPart(read.sub_reads[each], each) for each in sorted(read.waiting)]
 
     def fill(self, fill_id: int, block: int, seed: str, group: int = 0) -> list[MergeEffect]:
         """Fill a block of this group of layers in all parts that have such layers."""
@@ -346,7 +346,7 @@ class PartsMerge:
             read.machine.feed(MergeEvent.LAST_FAILED)
             return self._answer(read)
         read.machine.feed(MergeEvent.ONE_FAILED)
-        return self.cancel(read.read_id) if is_first else []
+        return self.abandon(read.read_id) if is_first else []
 
     def _answer(self, read: _Read) -> list[MergeEffect]:
         """All sub-reads are over."""

@@ -23,7 +23,7 @@ from baton.runner.blocks.block_digests import BlockDigests, block_digests
 from kv_transfer.layout import PeerNode, part_name, parts_problem
 from kv_transfer.mover.agent_reads import STALL_S
 from kv_transfer.mover.merge_values import (
-    CancelPart,
+    AbandonPart,
     ConnectPart,
     Deliver,
     DisconnectPart,
@@ -152,9 +152,9 @@ class PartsMover:
         """Fill one of this node's blocks, as `PartMover.fill` does."""
         self._decide(lambda: self._merge.fill(fill_id, block, seed, group))
 
-    def cancel(self, read_id: int) -> None:
+    def abandon(self, read_id: int) -> None:
         """Post no more of a read; it is answered when what is in flight has ended. An unknown read changes nothing."""
-        self._decide(lambda: self._merge.cancel(read_id))
+        self._decide(lambda: self._merge.abandon(read_id))
 
     def disconnect(self, incarnation: str) -> None:
         """Drop a peer. Its reads fail with CANCELLED when what is in flight has ended. Unknown peers are fine."""
@@ -208,8 +208,8 @@ class PartsMover:
                 self._deliver(event)
             case ReadPart(part, read_id, agent, ranges, to_digest, digest_parts):
                 self.parts[part].read(read_id, agent, ranges, to_digest, digest_parts)
-            case CancelPart(part, read_id):
-                self.parts[part].cancel(read_id)
+            case AbandonPart(part, read_id):
+                self.parts[part].abandon(read_id)
             case ConnectPart(part, peer):
                 self.parts[part].connect(peer)
             case DisconnectPart(part, agent):

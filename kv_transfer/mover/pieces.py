@@ -21,8 +21,8 @@ from kv_transfer.backends.base import (
     ReadState,
     ReadStuck,
     TransferBackend,
-    cut_ranges,
     release_read,
+    take_ranges,
 )
 from kv_transfer.layout import node_of
 from kv_transfer.piece_plan import PiecePlan, ReadRange
@@ -116,7 +116,7 @@ class FairWindow:
             if room < 1:
                 continue
             queued = peer.queue.popleft()
-            ranges = cut_ranges(queued.ranges, min(room, queued.piece_blocks))
+            ranges = take_ranges(queued.ranges, min(room, queued.piece_blocks))
             if queued.ranges:
                 peer.queue.append(queued)
             num_blocks = sum(r.count for r in ranges)

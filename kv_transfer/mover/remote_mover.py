@@ -217,7 +217,7 @@ class RemoteMover:
         if not self._tell(FillBlock(fill_id, block, seed, group)):
             self._deliver(FillFailed(fill_id, str(_NOT_RUNNING)))
 
-    def cancel(self, read_id: int) -> None:
+    def abandon(self, read_id: int) -> None:
         self._tell(CancelRead(read_id))
 
     def disconnect(self, incarnation: str) -> None:

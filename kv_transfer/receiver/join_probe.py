@@ -51,7 +51,7 @@ from kv_transfer.receiver.probe_values import (
     RefuseWaiting,
     ReportFailure,
 )
-from kv_transfer.receiver.transfer_values import CancelRead, TellSender
+from kv_transfer.receiver.transfer_values import AbandonRead, TellSender
 
 
 class JoinProbes:
@@ -378,7 +378,7 @@ class JoinProbes:
         probe.detail = f"{self._node_id} could not read known bytes of {source.node_id} ({source.incarnation}): {what}"
         if probe.state is ProbeState.READING and not probe.is_read:
             self._late_reads[probe.read_id] = probe
-            effects.append(CancelRead(probe.read_id))
+            effects.append(AbandonRead(probe.read_id))
         probe.machine.feed(ProbeEvent.FAIL)
         self._heard(probe)
         result = ProbeResult(probe.number, probe.digest or 0, fault, probe.detail)

@@ -10,7 +10,7 @@ from baton.machine import Machine
 from baton.messages.ids import Peer
 from baton.messages.node_report import ProbeFault
 from kv_transfer.receiver.block_map import BlockMap
-from kv_transfer.receiver.transfer_values import CancelRead, TellSender
+from kv_transfer.receiver.transfer_values import AbandonRead, TellSender
 
 
 class ProbeState(enum.Enum):
@@ -127,7 +127,7 @@ class ReportFailure:
     count: int
 
 
-ProbeEffect = TellSender | ReadProbe | CancelRead | PairProven | EndLink | RefuseWaiting | ProbeAgain | ReportFailure
+ProbeEffect = TellSender | ReadProbe | AbandonRead | PairProven | EndLink | RefuseWaiting | ProbeAgain | ReportFailure
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,8 +59,8 @@ from kv_transfer.receiver.block_map import BlockMap, SenderBlocks
 from kv_transfer.receiver.transfer_records import ReadInFlight, SenderLink, Transfer, offer_objection
 from kv_transfer.receiver.transfer_values import (
     TRANSFER_TABLE,
+    AbandonRead,
     Arrived,
-    CancelRead,
     CutLink,
     Failed,
     MayPlan,
@@ -555,7 +555,7 @@ class TransferBook:
         effects = self._tell(transfer, Abandon(attempt, reading))
         if reading:
             quarantined = Recorded("quarantined", attempt, transfer.num_reading)
-            return [*effects, quarantined, *map(CancelRead, transfer.reads)]
+            return [*effects, quarantined, *map(AbandonRead, transfer.reads)]
         self._forget(transfer)
         return effects
 

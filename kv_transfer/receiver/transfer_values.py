@@ -152,7 +152,7 @@ class StartRead:
 
 
 @dataclass(frozen=True, slots=True)
-class CancelRead:
+class AbandonRead:
     """Start no more of this read; `read_done` or `read_failed` answers once none of it writes any more."""
 
     read_id: int
@@ -203,7 +203,7 @@ TransferEffect = (
     | ReopenLink
     | TellSender
     | StartRead
-    | CancelRead
+    | AbandonRead
     | CutLink
     | MayPlan
     | Arrived

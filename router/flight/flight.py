@@ -343,7 +343,7 @@ class Flight:
         effects: list[FlightEffect] = []
         changed: Sequence[FlightSequence] = (sequence,)
         if delta.prompt_logprobs and self._lacks_prompt_logprobs:
-            effects, changed = self._release_tokens(delta.prompt_logprobs), self._sequences
+            effects, changed = self._emit_held(delta.prompt_logprobs), self._sequences
         elif delta.token_ids and self._lacks_prompt_logprobs and leg.kind is not Leg.DECODE:
             error = f"node {leg.node.node_id} sent no log-probabilities of the prompt; its version may be too old"
             return self._give_up(EngineFault(error))
@@ -364,18 +364,18 @@ class Flight:
             if delta.outcome is Outcome.MOVED:
                 return self._on_moved(leg, delta.takeover)
             if leg.note_outcome(delta.sequence_index, delta.outcome):
-                effects += self._attempt.release(leg)
+                effects += self._attempt.end_leg(leg)
             if not (sequence.is_closed and delta.outcome is Outcome.ABORTED):
                 effects += self._on_outcome(leg, delta)
         for one in changed:
             effects += self._finish_if_complete(one) if not self.is_over else []
         return effects
 
-    def _release_tokens(self, prompt_logprobs: Sequence[TokenLogprobs]) -> list[FlightEffect]:
+    def _emit_held(self, prompt_logprobs: Sequence[TokenLogprobs]) -> list[FlightEffect]:
         """The prompt's log-probabilities and the tokens that were held back until they came."""
         self._lacks_prompt_logprobs, self._has_given_prompt_logprobs = False, True
-        released = [sequence.release() for sequence in self._sequences]
-        return [EmitPromptLogprobs(prompt_logprobs), *(tokens for tokens in released if tokens is not None)]
+        held = [sequence.take_held() for sequence in self._sequences]
+        return [EmitPromptLogprobs(prompt_logprobs), *(tokens for tokens in held if tokens is not None)]
 
     def _on_outcome(self, leg: FlightLeg, delta: RequestDelta) -> list[FlightEffect]:
         node = leg.node
@@ -430,7 +430,7 @@ class Flight:
     def _leave_to_other_router(self, error: BatonError) -> list[FlightEffect]:
         """End here without aborts: the attempt is another router's, or will be."""
         self._machine.feed(FlightStep.CANCEL)
-        return [*self._attempt.release_all(), MovedAway(error)]
+        return [*self._attempt.end_legs(), MovedAway(error)]
 
     def _on_node_gone(self, incarnation: str, reason: str, lost_together: Set[str]) -> list[FlightEffect]:
         leg = self._attempt.legs.get(incarnation)
@@ -438,7 +438,7 @@ class Flight:
             return []
         leg.is_lost = True
         if leg.kind is Leg.PREFILL and self._can_go_on_without(leg):
-            return self._attempt.release(leg)
+            return self._attempt.end_leg(leg)
         if self._num_unrelated(lost_together) >= MIN_UNRELATED_NODES:
             return self._retry(self._budget.charge_unrelated_loss, incarnation, reason, AttemptCause.NODE_LOST)
         return self._on_leg_lost(leg, reason, AttemptCause.NODE_LOST)

@@ -62,8 +62,8 @@ class FlightLeg:
     """Whether the node has reported anything about the leg, so that it surely has it."""
     is_lost: bool = False
     """Whether its node is gone."""
-    is_released: bool = False
-    """Whether LegEnded was returned for it: it does not count towards its node's load any more."""
+    is_counted: bool = True
+    """Whether it counts towards its node's load: no LegEnded was returned for it yet."""
     timings: StageTimings | None = None
     prompt_timings: StageTimings | None = None
     """What the node, which decodes, has said of the one that computed the prompt."""
@@ -222,7 +222,7 @@ class Attempt:
         return [AbortLeg(leg.node.incarnation, Abort(self.key, "its text is over", index, takeover))]
 
     def end(self, reason: str, takeover: int, *, keep_handed_off: bool = False) -> list[FlightEffect]:
-        """Abort the legs that may still hold blocks, and release all. `keep_handed_off`: prefill legs that were handed
+        """Abort the legs that may still hold blocks, and end all. `keep_handed_off`: prefill legs that were handed
         off are not aborted, since the decode node has read their blocks.
         """
         abort = Abort(self.key, reason, takeover=takeover)
@@ -231,17 +231,17 @@ class Attempt:
             for leg in self.legs.values()
             if leg.may_hold_blocks and not (keep_handed_off and leg.outcome is Outcome.HANDED_OFF)
         ]
-        return aborts + self.release_all()
+        return aborts + self.end_legs()
 
-    def release_all(self) -> list[FlightEffect]:
+    def end_legs(self) -> list[FlightEffect]:
         """No leg counts towards its node's load any more."""
-        return [effect for leg in self.legs.values() for effect in self.release(leg)]
+        return [effect for leg in self.legs.values() for effect in self.end_leg(leg)]
 
-    def release(self, leg: FlightLeg) -> list[FlightEffect]:
+    def end_leg(self, leg: FlightLeg) -> list[FlightEffect]:
         """The leg does not count towards its node's load any more. Idempotent."""
-        if leg.is_released:
+        if not leg.is_counted:
             return []
-        leg.is_released = True
+        leg.is_counted = False
         return [LegEnded(leg.node.incarnation, self.key)]
 
 

@@ -163,7 +163,7 @@ class FlightJournal:
 
         A record that another flight of the request has written is not touched.
         """
-        self._records.end(request_id, owner)
+        self._records.expire_soon(request_id, owner)
 
     async def find(self, request_id: str, card: ModelCard) -> FlightRecord | None:
         """The record of a request, whichever router wrote it; None if there is none, or Redis does not answer.

@@ -30,7 +30,7 @@ class OutputMerge:
     """
 
     def __init__(self, *, is_held: bool = False) -> None:
-        """`is_held`: no token is given out before `release`, as if there were a gap before all."""
+        """`is_held`: no token is given out before `take_held`, as if there were a gap before all."""
         self._is_held = is_held
         self.token_ids: list[int] = []
         """The output so far, without a gap."""
@@ -65,7 +65,7 @@ class OutputMerge:
                 raise StreamDiverged(f"token {index} came back as {token} after {known} had been computed before")
         return self._close_gap()
 
-    def release(self) -> TokenRun | None:
+    def take_held(self) -> TokenRun | None:
         """Hold back nothing from now on; returns the tokens that were held back, if any."""
         self._is_held = False
         return self._close_gap()
@@ -102,7 +102,7 @@ class FlightSequence:
     """Collects the tokens of one sequence over all attempts. A closed sequence takes no tokens any more."""
 
     def __init__(self, index: int, *, is_held: bool = False) -> None:
-        """`is_held`: no token is given to the client before `release`."""
+        """`is_held`: no token is given to the client before `take_held`."""
         self.index = index
         self.is_closed = False
         """Whether the client has the whole sequence."""
@@ -171,9 +171,9 @@ class FlightSequence:
             self._end = SequenceEnd(num_tokens, delta.outcome, delta.stop_token_id)
         return self._emitted(run)
 
-    def release(self) -> EmitTokens | None:
+    def take_held(self) -> EmitTokens | None:
         """Hold back no tokens from now on; returns those that can be given to the client now."""
-        return self._emitted(self._merge.release())
+        return self._emitted(self._merge.take_held())
 
     def _emitted(self, run: TokenRun | None) -> EmitTokens | None:
         if run is None:

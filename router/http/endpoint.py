@@ -108,13 +108,13 @@ class HttpCall:
         is_long = not is_small(self._content, more_bytes)
         return await self._handler.in_chat_thread(copy_context().run, work, *args, is_long=is_long)
 
-    def forget(self) -> None:
+    def drop_body(self) -> None:
         """Drop the body, of which nothing is needed any more, while the request keeps its place."""
         self._content, self.found = b"", {}
 
     def release(self) -> None:
         """The body and its fields are needed no more. Idempotent."""
-        self.forget()
+        self.drop_body()
         self._place.release()
 
 

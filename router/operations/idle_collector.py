@@ -84,7 +84,7 @@ class IdleCollector:
         self._next_growth_check = timers.monotonic()
         self._timer: TimerHandle = timers.call_at(timers.monotonic() + _LOOK_S, self._look)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         self._timer.cancel()
 
     def _look(self) -> None:

@@ -143,7 +143,7 @@ class Placer:
             if pending:
                 pending.pop((delta.attempt.request_id, delta.attempt.attempt), None)
             if delta.outcome is not None:
-                self._ended(incarnation, delta, now)
+                self._note_leg_end(incarnation, delta, now)
         if report.kv_cache is not None and self._caches.updated(incarnation, report.kv_cache):
             self._caches.watch(incarnation)
             return True
@@ -160,7 +160,7 @@ class Placer:
         self._kv_formats.pop(incarnation, None)
         self._table.mark_stale(incarnation)
 
-    def _ended(self, incarnation: str, delta: RequestDelta, now: float) -> None:
+    def _note_leg_end(self, incarnation: str, delta: RequestDelta, now: float) -> None:
         live = self._live.get(delta.attempt.request_id)
         node = self._attached.get(incarnation)
         if live is None or node is None or live.attempt != delta.attempt.attempt:
@@ -243,7 +243,7 @@ class Placer:
     def placed(self, choice: Choice, now: float) -> None:
         """The attempt is sent to the nodes of this choice."""
         request, placement = choice.request, choice.placement
-        self._release(request.request_id)
+        self._end_attempt(request.request_id)
         live = self._add_live(request.request_id, choice.attempt, placement)
         prefill, decode = placement.prefill, placement.decode
         for node in (prefill, decode):
@@ -262,18 +262,18 @@ class Placer:
 
     def adopted(self, request: ValidRequest, attempt: int, placement: Placement, now: float) -> None:
         """The attempt runs on these nodes already, for another router: its tokens are in their reports."""
-        self._release(request.request_id)
+        self._end_attempt(request.request_id)
         self._add_live(request.request_id, attempt, placement)
         choice = Choice(replace(placement, reason=ADOPTED), request, attempt)
         self.log.add(decision_of(choice, self._settings.policy.value, now))
 
-    def over(self, request_id: str) -> None:
+    def end(self, request_id: str) -> None:
         """The request has ended, or no attempt of it runs any more. Idempotent."""
-        self._release(request_id)
+        self._end_attempt(request_id)
         self._prompts.pop(request_id, None)
 
-    def finished(self, request_id: str, timings: StageTimings, first_token_ms: float, now: float) -> None:
-        """The request ended well; called before `over`."""
+    def note_times(self, request_id: str, timings: StageTimings, first_token_ms: float, now: float) -> None:
+        """The request ended well; called before `end`."""
         live = self._live.get(request_id)
         decision = self.log.last(request_id, live.attempt) if live is not None else None
         if live is None or decision is None:
@@ -410,7 +410,7 @@ class Placer:
         self._num_live_on.update(_incarnations(placement))
         return live
 
-    def _release(self, request_id: str) -> None:
+    def _end_attempt(self, request_id: str) -> None:
         """Forget the running attempt of a request."""
         live = self._live.pop(request_id, None)
         if live is None:

@@ -77,6 +77,6 @@ async def test_a_node_that_has_lost_its_rows_is_no_obstacle(tmp_path: Path) -> N
             found.append((await cluster.generate(request)).end.path.prefill_node)
             # No step names the rows any more, and the node still says that it has them.
             for runner in runners.values():
-                runner.encoder.forget(None)
+                runner.encoder.release(None)
         assert set(found) == set(PREFILLS)
         assert counts(cluster) == [(1, 0), (1, 0)]

@@ -216,7 +216,7 @@ async def test_a_port_without_free_descriptors_waits_logs_once_and_continues(cap
         await taken.wait()
     assert "accepts connections again" in caplog.records[1].getMessage()
     assert len([record for record in caplog.records if "accept" in record.getMessage()]) == 2
-    listener.close()
+    listener.stop()
     await listener.wait_closed()
     listening.close()
     for client in clients:
@@ -311,7 +311,7 @@ async def test_with_many_unread_connections_one_is_accepted_per_turn_of_the_loop
         await asyncio.sleep(0)
         turns.append(limit.num_open - already)
     assert max(turns) == at_once
-    listener.close()
+    listener.stop()
     listening.close()
     for client in clients:
         client.close()

@@ -73,7 +73,7 @@ class RealRanked:
     def lose(self, reason: str) -> None:
         first_rank = self.runner._leader
         assert first_rank is not None
-        first_rank.followers.lose(reason)
+        first_rank.followers.declare_lost(reason)
 
     def lose_in_next_step(self) -> None:
         def fails(*_arguments: Any, **_named: Any) -> None:

@@ -219,7 +219,7 @@ def test_an_unknown_peer_is_gone(pair: Pair) -> None:
     pair.reader.mover.read(1, "nobody", [ReadRange(0, 0, 1)])
     assert pair.reader.events.failure() == (1, TransferCause.PEER_GONE)
     pair.reader.mover.disconnect("nobody")
-    pair.reader.mover.cancel(1)
+    pair.reader.mover.abandon(1)
 
 
 def test_ranges_that_do_not_fit_are_refused(pair: Pair) -> None:
@@ -239,7 +239,7 @@ def test_a_read_waits_for_the_slowest_part(pair: Pair) -> None:
     pair.connect()
     assert pair.reader.events.empty()
     assert pair.reader.mover.figures.reads_in_flight > 0
-    pair.reader.mover.cancel(2)
+    pair.reader.mover.abandon(2)
     pair.thaw(last)
     answers, _ = pair.outcome(num_reads=2)
     assert {answer.read_id for answer in answers if isinstance(answer, ReadDone | ReadFailed)} == {1, 2}

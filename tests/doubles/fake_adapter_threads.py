@@ -30,7 +30,7 @@ class FakeAdapterThreads(AdapterThreads):
         """The loads that have begun and not ended, the oldest first."""
         self.checked: list[str] = []
         """The directories that were checked, in order."""
-        self.has_ended = False
+        self.is_closed = False
 
     def load(self, digest: str, directory: str, done: Callable[[AdapterFault | None], None]) -> None:
         self.loads.append(FakeAdapterLoad(digest, directory, done))
@@ -52,9 +52,9 @@ class FakeAdapterThreads(AdapterThreads):
             return AdapterFault(f"there is no directory {directory}")
         return None if found == digest else AdapterFault(f"{directory} holds {found}, not {digest}")
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Take note that no more is to be read."""
-        self.has_ended = True
+        self.is_closed = True
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         return

@@ -49,7 +49,7 @@ class FakeFlightRecords:
             return
         self._store.kept[self._cluster, request_id] = _Kept(record, self._lifetime_s, owner)
 
-    def end(self, request_id: str, owner: int = 0) -> None:
+    def expire_soon(self, request_id: str, owner: int = 0) -> None:
         found = self._store.kept.get((self._cluster, request_id))
         if found is not None and found.owner == owner and self._store.up:
             found.lifetime_s = min(found.lifetime_s, ENDED_S)

@@ -36,10 +36,10 @@ class FakeRankGroup:
         except RankLost:
             return
         except Exception as error:
-            self.lose(f"{type(error).__name__}: {error}")
+            self.declare_lost(f"{type(error).__name__}: {error}")
 
-    def lose(self, reason: str) -> None:
-        """Lose the ranks, as if one of them had ended. Ranks that are being ended are not lost."""
+    def declare_lost(self, reason: str) -> None:
+        """Declare the ranks lost, as if one of them had ended. Ranks that are being ended are not lost."""
         if self.why_lost or self._is_closing:
             return
         self.why_lost = reason

@@ -193,8 +193,8 @@ class FakeEncoder:
             raise ValueError(f"these are not {num_rows} rows of {digest}")
         self.encoded[digest] = num_rows
 
-    def forget(self, digests: Sequence[str] | None) -> None:
-        """Forget inputs."""
+    def release(self, digests: Sequence[str] | None) -> None:
+        """Forget inputs, which have no rows in memory."""
         for digest in [*self.encoded] if digests is None else digests:
             self.encoded.pop(digest, None)
 

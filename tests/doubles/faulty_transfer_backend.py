@@ -28,7 +28,7 @@ from kv_transfer.backends.base import (
     ReadState,
     TransferBackend,
     check_ranges,
-    cut_ranges,
+    take_ranges,
 )
 from kv_transfer.piece_plan import PiecePlan, ReadRange
 
@@ -161,7 +161,7 @@ class FaultyTransferBackend:
         else:
             cuts = sorted({0, middle, num_blocks} if fault_names & {"stall", "disconnect"} else {0, num_blocks})
         left = deque(ranges)
-        parts = [(start, cut_ranges(left, stop - start)) for start, stop in pairwise(cuts)]
+        parts = [(start, take_ranges(left, stop - start)) for start, stop in pairwise(cuts)]
         waits = [_Step.WAIT] * self._faults.polls
         script: deque[_Ranges | _Step] = deque(waits if "delay" in fault_names else ())
         for start, part in parts:

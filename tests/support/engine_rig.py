@@ -158,11 +158,11 @@ class EngineRig:
             assert self.tokens[name] == self.expected(name, max_tokens), name
 
     def abort(self, *request_ids: str, outcome: Outcome = Outcome.ABORTED) -> list[EngineCoreOutput]:
-        return self._note(self.scheduler.finish_requests(request_ids, outcome))
+        return self._note(self.scheduler.end_requests(request_ids, outcome))
 
     def abort_sequence(self, request_id: str, index: int, outcome: Outcome = Outcome.ABORTED) -> list[EngineCoreOutput]:
         """End one sequence of a request and return its output, as a list."""
-        return self._note(self.scheduler.finish_sequence(request_id, index, outcome))
+        return self._note(self.scheduler.end_sequence(request_id, index, outcome))
 
     def transfer(
         self,

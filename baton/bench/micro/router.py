@@ -445,5 +445,5 @@ def placement_us(descriptions: Sequence[NodeDescription], num_reports: int, roun
         placer.placed(choice, now)
         took.append(time.perf_counter() - started)
         view.dispatched(choice.placement.decode.incarnation, AttemptKey(str(number), 1))
-        placer.over(request.request_id)
+        placer.end(request.request_id)
     return Spread.of(took, 1e6)

@@ -181,7 +181,7 @@ class SimulatedNode:
         if self._attempts.pop(request_id, None) is not None:
             self._forget_drafts(request_id)
             self._interrupt()
-            self.scheduler.finish_requests([request_id], Outcome.ABORTED)
+            self.scheduler.end_requests([request_id], Outcome.ABORTED)
         self._handoffs.drop(request_id, self)
         self._start_next_step()
 

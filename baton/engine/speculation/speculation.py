@@ -123,7 +123,7 @@ class Speculation:
         plan.num_drafts_wanted, self._num_wanted = self._num_wanted, {}
         plan.computes_ahead, self._has_ahead = self._has_ahead, False
         if self._config is not None and self._config.method == "draft_model":
-            plan.num_spare_tokens = plan.cut_spare(_MAX_PROMPT_TOKENS)
+            plan.num_spare_tokens = plan.spare_chunk_size(_MAX_PROMPT_TOKENS)
             pays = self._prices().model < 1.0
             for request in state.begun_loads if pays else ():
                 # The first token comes with the KV, the second with the step that can ask for drafts.

@@ -113,7 +113,7 @@ class Admission:
             if not self._has_slot(request):
                 skipped.append(arrived.popleft())
                 continue
-            num_tokens = plan.cut(request, request.num_tokens - request.num_computed_tokens, plan.token_budget)
+            num_tokens = plan.chunk_size(request, request.num_tokens - request.num_computed_tokens, plan.token_budget)
             if self._manager.allocate_slots(request, num_tokens).answer is not AllocationAnswer.OK:
                 break
             arrived.popleft()
@@ -137,7 +137,7 @@ class Admission:
             if not self._has_slot(request):
                 skipped.append(request)
                 continue
-            missing = plan.cut(request, request.num_tokens - request.num_computed_tokens, plan.token_budget)
+            missing = plan.chunk_size(request, request.num_tokens - request.num_computed_tokens, plan.token_budget)
             num_tokens = self._state.num_encoded(request, request.num_computed_tokens, missing)
             if not num_tokens:
                 skipped.append(request)
@@ -330,7 +330,7 @@ class Admission:
         # The logits of a whole prompt would take too much memory, and its inputs may have no room together.
         cuts = self._config.enable_chunked_prefill or request.computes_prompt_logprobs or bool(request.encoder_inputs)
         if cuts:
-            num_tokens = plan.cut(request, missing, plan.token_budget)
+            num_tokens = plan.chunk_size(request, missing, plan.token_budget)
         elif missing <= plan.token_budget:
             num_tokens = missing
         else:

@@ -102,7 +102,7 @@ class Sequences:
         if not request.output_token_ids:
             state.events.record(EngineCoreEventType.FIRST_TOKEN, beams.root)
         if beams.search.is_over:
-            state.finish_beams(beams, outputs)
+            state.end_beams(beams, outputs)
         else:
             self.enter(beams.next_requests())
             state.end_computed_beams(beams)

@@ -246,7 +246,7 @@ class AdapterCache:
                 effects.append(LoadAdapter(digest, entry.directory))
         return effects
 
-    def finished(self, digest: str, refusal: str = "") -> Sequence[CacheEffect]:
+    def load_ended(self, digest: str, refusal: str = "") -> Sequence[CacheEffect]:
         """A load has ended; `refusal`: why it failed."""
         self._deadline = None
         entry = self._entries.get(digest)

@@ -224,14 +224,14 @@ class AdapterThreads:
             thread.start()
         return result
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Begin no more, and wait a while for what is being read. Idempotent."""
         until = time.monotonic() + _CLOSE_S
         for thread in self._stop():
             thread.join(max(0.0, until - time.monotonic()))
         self._warn_of_left()
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Begin no more, and wait a while for what is being read. Idempotent."""
         if ended := [asyncio.wrap_future(future) for future in self._stop().values()]:
             await asyncio.wait(ended, timeout=_CLOSE_S)

@@ -294,7 +294,7 @@ class AttemptBook:
         """The client indices of routers that have attempts which have not ended; None among them for orphans."""
         return {attempt.owner for attempt in self._attempts.values() if attempt.runs}
 
-    def finished(self, attempt: Attempt, now: float) -> None:
+    def ended(self, attempt: Attempt, now: float) -> None:
         """The engine has ended an attempt, and its last delta is kept."""
         attempt.feed(AttemptEvent.FINISHED)
         if self._grace_s <= 0:

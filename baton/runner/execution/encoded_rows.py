@@ -23,7 +23,7 @@ class EncodedInputs(Protocol):
 
 
 class EncodedRows:
-    """A `RowEncoder`: rows are kept until they are forgotten. Every method may be called from any thread."""
+    """A `RowEncoder`: rows are kept until they are released. Every method may be called from any thread."""
 
     def __init__(self, inputs: EncodedInputs | None = None, why_no_inputs: str = "there is no encoder") -> None:
         """`inputs`: makes the rows. `why_no_inputs`: what `encode` says without it."""
@@ -31,7 +31,7 @@ class EncodedRows:
         self._why_no_inputs = why_no_inputs
         self._rows: dict[str, npt.NDArray[np.float32]] = {}
         self._num_resets = 0
-        """How often all rows were forgotten."""
+        """How often all rows were released."""
         self._making, self._changing = threading.Lock(), threading.Lock()
 
     def __contains__(self, digest: str) -> bool:
@@ -48,7 +48,7 @@ class EncodedRows:
         self._rows[digest] = rows
 
     def make(self, digest: str, make: Callable[[], npt.NDArray[np.float32]]) -> None:
-        """Keep the rows [rows, width] of an input that `make` returns, unless all were forgotten meanwhile.
+        """Keep the rows [rows, width] of an input that `make` returns, unless all were released meanwhile.
 
         Of several threads that make rows one does at a time.
         """
@@ -68,8 +68,8 @@ class EncodedRows:
         rows = self._rows.get(digest)
         return None if rows is None else np.ascontiguousarray(rows, dtype="<f4").data.cast("B")
 
-    def forget(self, digests: Iterable[str] | None) -> None:
-        """Forget the rows of these inputs; unknown ones are skipped. None: of all, also those being made."""
+    def release(self, digests: Iterable[str] | None) -> None:
+        """Release the rows of these inputs; unknown ones are skipped. None: of all, also those being made."""
         if digests is None:
             with self._changing:
                 self._num_resets += 1

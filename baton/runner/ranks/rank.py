@@ -116,7 +116,7 @@ class FirstRank:
             parts.ranks.trim()
         except BaseException as error:
             # The other ranks are in the middle of the step, and would take the next one's numbers for this one's.
-            self.followers.lose(f"the first rank failed in a step: {error!r}")
+            self.followers.declare_lost(f"the first rank failed in a step: {error!r}")
             if isinstance(error, Exception):
                 raise RankLost(f"the step can't be computed: {self.followers.why_lost or repr(error)}") from error
             raise

@@ -73,9 +73,9 @@ class RankGroup:
         """Why the group is lost; empty while it is not."""
         return self._watch.why_lost
 
-    def lose(self, reason: str) -> None:
-        """Lose the group, because its ranks can't compute together any more. Only the first reason counts."""
-        self._watch.lose(reason)
+    def declare_lost(self, reason: str) -> None:
+        """Declare the group lost, because its ranks can't compute together any more. Only the first reason counts."""
+        self._watch.declare_lost(reason)
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
         """Call `callback` with the reason once the group is lost, from a thread of its own, or now if it is lost."""
@@ -127,7 +127,7 @@ class _Watch:
         for one in self.processes:
             one.channel.close()
 
-    def lose(self, reason: str) -> None:
+    def declare_lost(self, reason: str) -> None:
         with self._lock:
             if self._closing or self.why_lost:
                 return
@@ -140,7 +140,7 @@ class _Watch:
             callback(reason)
 
     def _run(self) -> None:
-        self.lose(self._wait_for_loss())
+        self.declare_lost(self._wait_for_loss())
 
     def _wait_for_loss(self) -> str:
         """Wait until a rank is lost; returns why. The result means nothing while the group is being closed."""

@@ -30,8 +30,8 @@ class FollowingRanks(Protocol):
         """
         ...
 
-    def lose(self, reason: str) -> None:
-        """Lose the ranks: no step can be computed any more. Only the first reason counts."""
+    def declare_lost(self, reason: str) -> None:
+        """Declare the ranks lost: no step can be computed any more. Only the first reason counts."""
         ...
 
     def close(self) -> None:

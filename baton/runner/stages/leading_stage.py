@@ -68,7 +68,7 @@ class LeadingStage(LeadingTransformer):
         self._begun.append(_Begun(micro, wants_hidden))
 
     def wait(self, other: socket.socket | None = None, timeout: float | None = None) -> bool:
-        """Wait until `end` would return at once, or `other` can be read; returns whether `end` would.
+        """Wait until `take_result` would return at once, or `other` can be read; returns whether it would.
 
         `timeout`: the most seconds to wait.
         """
@@ -78,7 +78,7 @@ class LeadingStage(LeadingTransformer):
             poll.register(other, select.POLLIN)
         return any(readable == news for readable, _ in poll.poll(None if timeout is None else timeout * 1e3))
 
-    def end(self) -> HiddenAndLogits:
+    def take_result(self) -> HiddenAndLogits:
         """Wait for the micro-batch that has begun first, and compute this stage's part of it.
 
         Returns hidden states only if they are wanted. The results are valid until the next call.
@@ -90,20 +90,20 @@ class LeadingStage(LeadingTransformer):
             out = self.compute_stage(micro.batch, micro.logits_rows, rows, begun.wants_hidden)
         except Exception as error:
             # What the other stages have computed behind this micro-batch would be taken for the next one's.
-            self._others.lose(f"the last stage failed in a step: {error!r}")
+            self._others.declare_lost(f"the last stage failed in a step: {error!r}")
             raise RankLost(f"the step can't be computed: {self._others.why_lost}") from error
         hidden = out.hidden if begun.wants_hidden else out.hidden[:0]
         return HiddenAndLogits(on_host(hidden), on_host(out.logits))
 
     def compute(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float32]:
         self.begin(batch, logits_rows, wants_hidden=False)
-        return self.end().logits.copy()
+        return self.take_result().logits.copy()
 
     def compute_with_hidden(
         self, batch: FlatBatch, rows: npt.NDArray[np.int64] | None = None, num_logits: int | None = None
     ) -> HiddenAndLogits:
         self.begin(batch, rows, wants_hidden=True)
-        computed = self.end()
+        computed = self.take_result()
         return HiddenAndLogits(computed.hidden.copy(), computed.logits.copy())
 
     def set_rows_per_call(self, rows: int) -> None:

@@ -147,7 +147,7 @@ class StageLeader:
         """
         self._own_ranks = own_ranks
         if own_ranks is not None:
-            own_ranks.followers.on_lost(self.lose)
+            own_ranks.followers.on_lost(self.declare_lost)
         for other in self._others:
             other.writer.send(FrameKind.SPEC, replace(spec, index=other.index).to_json().encode())
 
@@ -272,7 +272,7 @@ class StageLeader:
         if lost:
             callback(lost)
 
-    def lose(self, reason: str) -> None:
+    def declare_lost(self, reason: str) -> None:
         with self._lock:
             if self._is_closing or self.why_lost:
                 return
@@ -286,7 +286,7 @@ class StageLeader:
             if other.process is not None:
                 other.process.kill()
         if self._own_ranks is not None:
-            self._own_ranks.followers.lose(reason)
+            self._own_ranks.followers.declare_lost(reason)
         if callback is not None:
             callback(reason)
 
@@ -330,7 +330,7 @@ class StageLeader:
         return frame
 
     def _lost_by(self, other: _OtherStage, why: str) -> str:
-        self.lose(f"{other.links.name} {why}")
+        self.declare_lost(f"{other.links.name} {why}")
         return self.why_lost
 
     def _listen(self, other: _OtherStage) -> None:
@@ -356,7 +356,7 @@ class StageLeader:
                         raise RankLost(f"sent {frame.kind.name}, which only the leader sends")
         except Exception as error:
             # Whatever it was, nobody listens to this stage any more.
-            self.lose(_who_and_why(other, str(error) or repr(error)))
+            self.declare_lost(_who_and_why(other, str(error) or repr(error)))
 
     def _note_rows(self, other: _OtherStage) -> None:
         with self._lock:

@@ -163,7 +163,7 @@ class StageWorker:
         self._has_failed = True
         self._writer.send(FrameKind.FAILED, reason.encode())
 
-    def stop(self) -> None:
+    def cut(self) -> None:
         """Make `follow` end with RankLost when it next waits, from any thread; idempotent."""
         self._writer.close()
         self.links.cut()
@@ -171,7 +171,7 @@ class StageWorker:
     def close(self) -> None:
         """Send what was said, cut the connections, and end the other ranks; idempotent."""
         self._ended.set()
-        self.stop()
+        self.cut()
         if self._first_rank is not None:
             self._first_rank.close()
 
@@ -193,7 +193,7 @@ class StageWorker:
 
     def _ranks_lost(self, why: str) -> None:
         self.fail(why)
-        self.stop()
+        self.cut()
 
     def _copy(self, copies: StepCopies) -> None:
         self._host.execute(copies)

@@ -48,7 +48,7 @@ class OnlyTexts:
         """Raises ValueError: no step would use them."""
         raise ValueError(self._reason)
 
-    def forget(self, digests: Sequence[str] | None) -> None:
+    def release(self, digests: Sequence[str] | None) -> None:
         """No input is ever encoded."""
 
 

@@ -128,7 +128,7 @@ class Http2Client(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._is_closing = True
-        self._connection.lose("the connection is lost" if exc is None else f"the connection is lost: {exc}")
+        self._connection.end_calls("the connection is lost" if exc is None else f"the connection is lost: {exc}")
         self._leave()
 
     # Inside.

@@ -141,7 +141,7 @@ class ClientConnection(Connection[_Call]):
         if self._close_stream(number) is not None:
             self._send_reset(number, CANCEL)
 
-    def lose(self, detail: str) -> None:
+    def end_calls(self, detail: str) -> None:
         """End all calls with UNAVAILABLE, since the connection is gone. Idempotent."""
         self.is_leaving = True
         for number in list(self._streams):
@@ -155,7 +155,7 @@ class ClientConnection(Connection[_Call]):
             self._receive_frames(data)
         except ConnectionFault as fault:
             self._send_goaway(0, fault.code)
-            self.lose(f"the peer broke a rule of HTTP/2: {fault}")
+            self.end_calls(f"the peer broke a rule of HTTP/2: {fault}")
             raise
 
     def _check_stream(self, number: int) -> None:

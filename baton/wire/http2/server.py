@@ -93,7 +93,7 @@ class CallQueue:
         (self._keyless_queue if is_keyless else self._authenticated).add(connection, call)
         self._schedule()
 
-    def lose(self, connection: Hashable, calls: Iterable[Call]) -> None:
+    def end_calls(self, connection: Hashable, calls: Iterable[Call]) -> None:
         """Remove the waiting calls of a connection that was lost, and cancel these running ones."""
         self._authenticated.forget(connection)
         self._keyless_queue.forget(connection)
@@ -252,7 +252,7 @@ class Http2Server(grpc.aio.Server):
         """Take no new calls, let running ones end within the grace, then cancel them. Idempotent."""
         self.is_stopping = True
         for listener in self._listeners:
-            listener.close()
+            listener.stop()
         for listening in self._sockets:
             listening.close()
         for link in self.connections:

@@ -177,7 +177,7 @@ class ServerLink(asyncio.BufferedProtocol):
         calls = list(self._calls.values())
         for stream in list(self._calls):
             self._forget(stream)
-        self._server.queue.lose(self, calls)
+        self._server.queue.end_calls(self, calls)
 
     # Called by calls (CallLink).
 

@@ -132,7 +132,7 @@ class SpeechEndpoint(BodyEndpoint):
         granularities = body.timestamp_granularities or SEGMENTS
         del body
         # The file waits for its decoding, and would be in memory twice meanwhile.
-        call.forget()
+        call.drop_body()
         recording = await self._decoded(file, rules, wanted.due)
         del file
         call.release()

@@ -85,7 +85,7 @@ def test_runs_and_single_steps_lead_to_the_same_state(seed: int) -> None:
         num_at_once += _advance_both(stepping, running, steps, victim if is_cut else None)
         if victim is not None and not is_cut:
             for scheduler in (stepping, running):
-                scheduler.finish_requests([victim], Outcome.ABORTED)
+                scheduler.end_requests([victim], Outcome.ABORTED)
         assert _state(stepping) == _state(running)
     assert num_at_once > 20
     while running.has_work():
@@ -106,7 +106,7 @@ def _advance_both(stepping: SimulatedScheduler, running: SimulatedScheduler, ste
             decided, twin = stepping.schedule(), running.schedule()
             if steps == 1 and victim is not None:
                 for scheduler in (stepping, running):
-                    scheduler.finish_requests([victim], Outcome.ABORTED)
+                    scheduler.end_requests([victim], Outcome.ABORTED)
             _commit(stepping, decided)
             running.update_from_output(twin, same_token_output(TOKEN))
             steps -= 1
@@ -119,7 +119,7 @@ def _advance_both(stepping: SimulatedScheduler, running: SimulatedScheduler, ste
         run.begin()
         if taken == steps and victim is not None:
             for scheduler in (stepping, running):
-                scheduler.finish_requests([victim], Outcome.ABORTED)
+                scheduler.end_requests([victim], Outcome.ABORTED)
         _commit(stepping, decided)
         run.commit()
         steps -= taken

@@ -164,8 +164,8 @@ class Cluster:
         ended = RequestDelta(work.key, outcome=Outcome.LENGTH)
         self._report(node, node.keep(()), ended, step=StepFigures(OUTPUT_MS / 16, 0, node.num_streams + 1, 0))
         self._view.released(node.description.incarnation, work.key)
-        self._placer.finished(work.request.request_id, StageTimings(), 0.0, self.now)
-        self._placer.over(work.request.request_id)
+        self._placer.note_times(work.request.request_id, StageTimings(), 0.0, self.now)
+        self._placer.end(work.request.request_id)
 
 
 def arrivals(per_s: float, seed: int) -> list[tuple[float, ValidRequest, Sequence[bytes]]]:

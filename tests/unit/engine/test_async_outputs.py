@@ -101,7 +101,7 @@ def generate(
     while core.has_work():
         note(core.step())
         if len(tokens.get("r5", ())) == 4:
-            note(core.scheduler.finish_requests(["r5"], Outcome.ABORTED))
+            note(core.scheduler.end_requests(["r5"], Outcome.ABORTED))
         scheduler.kv_cache_manager.check_invariant()
     core.close()
     # The next one begins with the same ids: let the runner forget them.

@@ -26,13 +26,13 @@ B = of("b", 20, 26, 4)
 
 def test_a_prompt_is_computed_up_to_an_input_until_its_rows_are_there() -> None:
     cache = EncoderCache(8)
-    assert cache.cut("r", [A, B], 0, 30) == 10
+    assert cache.hold_for_chunk("r", [A, B], 0, 30) == 10
     assert to_encode(cache) == ["a", "b"]
-    assert cache.cut("r", [A, B], 10, 20) == 0
+    assert cache.hold_for_chunk("r", [A, B], 10, 20) == 0
     cache.encoded("a")
-    assert cache.cut("r", [A, B], 10, 20) == 10
+    assert cache.hold_for_chunk("r", [A, B], 10, 20) == 10
     cache.encoded("b")
-    assert cache.cut("r", [A, B], 20, 10) == 10
+    assert cache.hold_for_chunk("r", [A, B], 20, 10) == 10
     assert to_encode(cache) == []
     assert (cache.num_encoded, cache.num_hits) == (2, 0)
 
@@ -40,13 +40,13 @@ def test_a_prompt_is_computed_up_to_an_input_until_its_rows_are_there() -> None:
 def test_whoever_follows_the_cache_knows_which_rows_are_there() -> None:
     there: list[str] = []
     cache = EncoderCache(8, lambda digest, is_there: there.append(digest) if is_there else there.remove(digest))
-    cache.cut("r", [A, B], 0, 30)
+    cache.hold_for_chunk("r", [A, B], 0, 30)
     assert there == []
     cache.encoded("a")
     cache.encoded("b", is_fetched=True)
     assert there == cache.ready_digests == ["a", "b"]
     assert (cache.num_encoded, cache.num_fetched) == (1, 1)
-    cache.cut("s", [of("c", 0, 4, 4)], 0, 4)
+    cache.hold_for_chunk("s", [of("c", 0, 4, 4)], 0, 4)
     assert there == ["b"]
     cache.failed("c")
     cache.drop("s", [of("c", 0, 4, 4)])
@@ -55,36 +55,36 @@ def test_whoever_follows_the_cache_knows_which_rows_are_there() -> None:
 
 def test_tokens_behind_all_inputs_need_none() -> None:
     cache = EncoderCache(8)
-    assert cache.cut("r", [A, B], 26, 4) == 4
+    assert cache.hold_for_chunk("r", [A, B], 26, 4) == 4
     assert to_encode(cache) == []
 
 
 def test_a_chunk_may_end_within_an_input() -> None:
     cache = EncoderCache(4)
-    cache.cut("r", [A], 10, 4)
+    cache.hold_for_chunk("r", [A], 10, 4)
     cache.encoded("a")
-    assert cache.cut("r", [A], 10, 2) == 2
+    assert cache.hold_for_chunk("r", [A], 10, 2) == 2
     cache.computed("r", [A], 12)
     other = of("b", 0, 4, 4)
-    assert cache.cut("s", [other], 0, 4) == 0
+    assert cache.hold_for_chunk("s", [other], 0, 4) == 0
     assert cache.take_evicted() == []
     cache.computed("r", [A], 14)
-    assert cache.cut("s", [other], 0, 4) == 0
+    assert cache.hold_for_chunk("s", [other], 0, 4) == 0
     assert cache.take_evicted() == ["a"]
     assert to_encode(cache) == ["a", "b"]
 
 
 def test_a_second_request_with_the_same_content_needs_no_encoder() -> None:
     cache = EncoderCache(4)
-    cache.cut("r", [A], 0, 20)
+    cache.hold_for_chunk("r", [A], 0, 20)
     cache.encoded("a")
-    assert cache.cut("r", [A], 0, 20) == 20
-    assert cache.cut("s", [of("a", 0, 4, 4)], 0, 20) == 20
+    assert cache.hold_for_chunk("r", [A], 0, 20) == 20
+    assert cache.hold_for_chunk("s", [of("a", 0, 4, 4)], 0, 20) == 20
     cache.computed("r", [A], 20)
     cache.computed("s", [of("a", 0, 4, 4)], 20)
-    assert cache.cut("t", [A], 0, 20) == 20
+    assert cache.hold_for_chunk("t", [A], 0, 20) == 20
     cache.drop("t", [A])
-    assert cache.cut("t", [A], 0, 20) == 20
+    assert cache.hold_for_chunk("t", [A], 0, 20) == 20
     cache.computed("t", [A], 20)
     assert to_encode(cache) == ["a"]
     assert (cache.num_encoded, cache.num_hits) == (1, 2)
@@ -96,7 +96,7 @@ def test_a_content_that_a_prompt_has_twice_leaves_its_room_to_what_lies_between(
     encoded = []
     computed = 0
     while computed < 40:
-        computed += cache.cut("r", inputs, computed, 40 - computed)
+        computed += cache.hold_for_chunk("r", inputs, computed, 40 - computed)
         cache.computed("r", inputs, computed)
         for digest in to_encode(cache):
             cache.encoded(digest)
@@ -107,32 +107,32 @@ def test_a_content_that_a_prompt_has_twice_leaves_its_room_to_what_lies_between(
 def test_a_step_that_is_decided_ahead_keeps_what_it_needs() -> None:
     cache = EncoderCache(4)
     twice = [A, of("a", 14, 18, 4)]
-    cache.cut("r", twice, 0, 30)
+    cache.hold_for_chunk("r", twice, 0, 30)
     cache.encoded("a")
-    assert cache.cut("r", twice, 0, 14) == 14
-    assert cache.cut("r", twice, 14, 10) == 10
+    assert cache.hold_for_chunk("r", twice, 0, 14) == 14
+    assert cache.hold_for_chunk("r", twice, 14, 10) == 10
     cache.computed("r", twice, 14)
-    assert cache.cut("s", [B], 20, 6) == 0
+    assert cache.hold_for_chunk("s", [B], 20, 6) == 0
     assert cache.take_evicted() == []
     cache.computed("r", twice, 24)
-    assert cache.cut("s", [B], 20, 6) == 0
+    assert cache.hold_for_chunk("s", [B], 20, 6) == 0
     assert cache.take_evicted() == ["a"]
 
 
 def test_an_input_that_failed_leaves_its_room() -> None:
     cache = EncoderCache(4)
-    cache.cut("r", [A], 0, 20)
+    cache.hold_for_chunk("r", [A], 0, 20)
     cache.failed("a")
     assert cache.num_used_rows == 0
     cache.encoded("a")
-    assert cache.cut("s", [B], 20, 6) == 0
+    assert cache.hold_for_chunk("s", [B], 20, 6) == 0
     assert to_encode(cache) == ["a", "b"]
 
 
 def test_what_nobody_asks_for_any_more_is_not_encoded() -> None:
     cache = EncoderCache(8)
-    cache.cut("r", [A, B], 0, 30)
-    cache.cut("s", [B], 0, 30)
+    cache.hold_for_chunk("r", [A, B], 0, 30)
+    cache.hold_for_chunk("s", [B], 0, 30)
     cache.drop("r", [A, B])
     assert (to_encode(cache), cache.take_evicted(), cache.num_used_rows) == (["b"], ["a"], 4)
     cache.drop("s", [B])
@@ -144,7 +144,7 @@ def test_what_nobody_asks_for_any_more_is_not_encoded() -> None:
 
 def test_a_request_that_gives_way_still_wants_its_inputs() -> None:
     cache = EncoderCache(8)
-    cache.cut("r", [A], 0, 20)
+    cache.hold_for_chunk("r", [A], 0, 20)
     cache.release("r", [A])
     assert to_encode(cache) == ["a"]
     assert cache.failed("a") == {"r"}
@@ -210,7 +210,9 @@ def test_all_prompts_are_computed_whatever_comes_first(seed: int) -> None:
             prompt.computed += prompt.in_flight.pop(0)
             cache.computed(prompt.name, prompt.inputs, prompt.computed)
         elif begun < prompt.length:
-            count = cache.cut(prompt.name, prompt.inputs, begun, min(rng.randint(1, 9), prompt.length - begun))
+            count = cache.hold_for_chunk(
+                prompt.name, prompt.inputs, begun, min(rng.randint(1, 9), prompt.length - begun)
+            )
             needed = {each.digest for each in prompt.inputs if each.start < begun + count and each.stop > begun}
             for digest in cache.take_evicted():
                 held.pop(digest, None)

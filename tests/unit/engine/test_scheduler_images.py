@@ -31,9 +31,9 @@ class _HeldEncoder(EncodesAtOnce):
         super().__init__(scheduler, runner)
         self._rig = rig
 
-    def start(self, each: EncoderInput) -> None:
+    def start_encoding(self, each: EncoderInput) -> None:
         if self._rig.encodes_at_once:
-            super().start(each)
+            super().start_encoding(each)
         else:
             self._rig.encoding.append(each)
 

@@ -47,8 +47,8 @@ from kv_transfer.link.link_messages import (
 )
 from kv_transfer.receiver.transfer import TransferBook
 from kv_transfer.receiver.transfer_values import (
+    AbandonRead,
     Arrived,
-    CancelRead,
     CutLink,
     Failed,
     MayPlan,
@@ -231,8 +231,8 @@ def _act(effect: Any) -> str:
         case StartRead(number, _, ranges, _):
             pairs = [(r.local_block + i, r.remote_block + i) for r in ranges for i in range(r.count)]
             return f"reads {number}: " + " ".join(f"{local}<{remote}" for local, remote in pairs)
-        case CancelRead(number):
-            return f"cancels {number}"
+        case AbandonRead(number):
+            return f"abandons {number}"
         case Arrived(_, closing, _):
             return f"arrived, first token {closing.first_token_ids[0]}"
         case Failed(_, cause, story):

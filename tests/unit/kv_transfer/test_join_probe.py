@@ -26,7 +26,7 @@ from kv_transfer.receiver.probe_values import (
     RefuseWaiting,
     ReportFailure,
 )
-from kv_transfer.receiver.transfer_values import CancelRead, TellSender
+from kv_transfer.receiver.transfer_values import AbandonRead, TellSender
 from tests.doubles.fake_clock import FakeClock
 
 S, E = ProbeState, ProbeEvent
@@ -219,7 +219,7 @@ def test_a_read_that_brings_anything_else_fails_the_probe(
 ) -> None:
     read = rig.start()
     effects = brings(rig, read)
-    assert (CancelRead(read.read_id) in effects) == (words == "did not arrive within 5 s" or words == "a stall")
+    assert (AbandonRead(read.read_id) in effects) == (words == "did not arrive within 5 s" or words == "a stall")
     told = result(effects)
     assert (told.fault, words in told.detail) == (fault, True)
     # The condition is there when the sender has ended the link.

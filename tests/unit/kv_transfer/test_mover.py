@@ -275,7 +275,7 @@ def test_cancel_posts_no_more_and_waits_for_what_is_in_flight(bench: Bench) -> N
     peer = bench.attach()
     bench.hold(1, 60, posts=2)
     bench.mover.read(2, "sender", [ReadRange(60, 0, 1)])
-    bench.mover.cancel(1)
+    bench.mover.abandon(1)
     bench.round_trip(peer)
     assert bench.mover.figures.reads_in_flight >= 1
     bench.fabric.thaw("sender")
@@ -325,7 +325,7 @@ def test_an_unknown_peer_is_gone(bench: Bench) -> None:
     bench.mover.read(1, "nobody", [ReadRange(0, 0, 1)])
     assert bench.events.failure() == (1, TransferCause.PEER_GONE)
     bench.mover.disconnect("nobody")
-    bench.mover.cancel(1)
+    bench.mover.abandon(1)
 
 
 def test_a_backend_that_breaks_on_a_peer_does_not_end_the_mover(bench: Bench) -> None:

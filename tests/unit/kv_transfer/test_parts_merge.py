@@ -16,7 +16,7 @@ from baton.errors import TransferCause, TransferFailed
 from kv_transfer.backends.base import PeerMemory
 from kv_transfer.layout import MAX_PARTS, PeerNode, part_name
 from kv_transfer.mover.merge_values import (
-    CancelPart,
+    AbandonPart,
     ConnectPart,
     Deliver,
     DisconnectPart,
@@ -118,8 +118,8 @@ class Rig:
         """What the merge does when the part of a sub-read reports this event of it."""
         return self.merge.said(self.sub_reads[n].part, event(self.sub_reads[n].read_id))
 
-    def cancels(self, *left: int) -> list[MergeEffect]:
-        return [CancelPart(self.sub_reads[n].part, self.sub_reads[n].read_id) for n in left]
+    def abandons(self, *left: int) -> list[MergeEffect]:
+        return [AbandonPart(self.sub_reads[n].part, self.sub_reads[n].read_id) for n in left]
 
 
 @pytest.fixture
@@ -291,7 +291,7 @@ def reading(rig: Rig) -> None:
 
 def failing(rig: Rig) -> None:
     reading(rig)
-    assert rig.failed(2) == rig.cancels(3)
+    assert rig.failed(2) == rig.abandons(3)
     rig.read_failed = True  # type: ignore[attr-defined]
 
 
@@ -325,7 +325,7 @@ EXPECTED: dict[str, Sequence[MoverEvent | None]] = {
     "stalled":          (STALLED,    STALLED, None,       None),
     "digested":         (SUMMED,     None,    SUMMED,     None),
     "digests failed":   (NO_DIGESTS, None,    NO_DIGESTS, None),
-    "cancelled":        (None,       None,    None,       None),
+    "abandoned":        (None,       None,    None,       None),
 }  # fmt: skip
 EVENTS: dict[str, Callable[[Rig], list[MergeEffect]]] = {
     "one is done": lambda rig: rig.done(3),
@@ -335,7 +335,7 @@ EVENTS: dict[str, Callable[[Rig], list[MergeEffect]]] = {
     "stalled": lambda rig: rig.stalled(3) + rig.stalled(3),
     "digested": lambda rig: [effect for n in range(4) for effect in rig.digested(n, ALL)],
     "digests failed": lambda rig: rig.digests_failed(3) + rig.digests_failed(2) + rig.digested(1, ALL),
-    "cancelled": lambda rig: rig.merge.cancel(1),
+    "abandoned": lambda rig: rig.merge.abandon(1),
 }
 STATES: dict[str, State] = {"reading": reading, "failing": failing, "digesting": digesting, "over": over}
 
@@ -350,10 +350,10 @@ def test_every_event_in_every_state(rig: Rig, state: str, event: str) -> None:
 
 def test_cancel_reaches_the_sub_reads_that_are_out_and_a_failure_the_others_once(rig: Rig) -> None:
     reading(rig)
-    assert rig.merge.cancel(1) == rig.cancels(2, 3)
-    assert rig.merge.cancel(99) == []
-    assert rig.failed(3) == rig.cancels(2)
-    assert rig.merge.cancel(1) == rig.cancels(2)
+    assert rig.merge.abandon(1) == rig.abandons(2, 3)
+    assert rig.merge.abandon(99) == []
+    assert rig.failed(3) == rig.abandons(2)
+    assert rig.merge.abandon(1) == rig.abandons(2)
 
 
 def test_a_sub_block_is_digested_when_all_pairs_that_bring_some_of_it_have_delivered() -> None:

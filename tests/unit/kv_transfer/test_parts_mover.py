@@ -74,8 +74,8 @@ class RecordedMover:
     def fill(self, fill_id: int, block: int, seed: str, group: int = 0) -> None:
         self._note("fill", fill_id, block)
 
-    def cancel(self, read_id: int) -> None:
-        self._note("cancel", read_id)
+    def abandon(self, read_id: int) -> None:
+        self._note("abandon", read_id)
 
     def disconnect(self, incarnation: str) -> None:
         self._note("disconnect", incarnation)
@@ -153,13 +153,13 @@ def test_between_nodes_with_one_part_the_part_is_told_everything_and_says_everyt
     rig.mover.fill(-3, 8, "seed")
     rig.mover.read(-3, "p", [ReadRange(0, 0, 1)])
     rig.mover.read(7, "p", [ReadRange(0, 0, 1)], to_digest=[0])
-    rig.mover.cancel(7)
-    (fill, probe, read, cancelled) = (call[1] for call in mover.told)
-    assert [call[0] for call in mover.told] == ["fill", "read", "read", "cancel"]
+    rig.mover.abandon(7)
+    (fill, probe, read, abandoned) = (call[1] for call in mover.told)
+    assert [call[0] for call in mover.told] == ["fill", "read", "read", "abandon"]
     assert isinstance(fill, int)
     assert isinstance(probe, int)
     assert isinstance(read, int)
-    assert (probe < 0 < read, cancelled) == (True, read)
+    assert (probe < 0 < read, abandoned) == (True, read)
     for event in (
         ReadDone(read, 1, 0.0, 0.0, 1),
         BlocksDigested(read, {0: 3}),
@@ -211,24 +211,24 @@ def test_a_part_that_answers_while_it_is_told_something_is_heard(rig: Rig) -> No
     )
     rig.mover.read(1, "p", [ReadRange(0, 0, 1)])
     assert rig.said() == []
-    assert [call[0] for call in rig.movers[1].told] == ["read", "cancel"]
+    assert [call[0] for call in rig.movers[1].told] == ["read", "abandon"]
     rig.movers[1].deliver(ReadFailed(sub_read(rig.movers[1]), TransferCause.CANCELLED, ""))
     assert rig.said() == [ReadFailed(1, TransferCause.CANCELLED, "stopped")]
 
 
 def test_a_call_of_another_thread_comes_after_what_is_being_carried_out(rig: Rig) -> None:
-    """A read that is cancelled before its part has heard of it would never be."""
+    """A read that is abandoned before its part has heard of it would never be."""
     rig.connect()
-    canceller = threading.Thread(target=rig.mover.cancel, args=(1,))
+    abandoner = threading.Thread(target=rig.mover.abandon, args=(1,))
 
-    def cancel_meanwhile() -> None:
-        canceller.start()
-        canceller.join(WITHIN_S)
+    def abandon_meanwhile() -> None:
+        abandoner.start()
+        abandoner.join(WITHIN_S)
 
-    rig.movers[0].before = cancel_meanwhile
+    rig.movers[0].before = abandon_meanwhile
     rig.mover.read(1, "p", [ReadRange(0, 0, 1)])
-    assert not canceller.is_alive(), "a call returns at once"
-    assert [[call[0] for call in mover.told] for mover in rig.movers] == [["read", "cancel"]] * 2
+    assert not abandoner.is_alive(), "a call returns at once"
+    assert [[call[0] for call in mover.told] for mover in rig.movers] == [["read", "abandon"]] * 2
 
 
 def test_an_event_that_can_not_be_delivered_ends_the_process(

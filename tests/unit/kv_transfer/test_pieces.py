@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.runner import KVLayout
-from kv_transfer.backends.base import coalesce, cut_ranges
+from kv_transfer.backends.base import coalesce, take_ranges
 from kv_transfer.mover.pieces import FairWindow, Piece, WindowLimits
 from kv_transfer.piece_plan import PiecePlan, ReadRange
 
@@ -51,7 +51,7 @@ def test_ranges_hold_one_group_each_also_when_they_are_cut(blocks: list[tuple[in
         assert end != (after.local_block, after.remote_block, after.group)
     left, cut = deque(ranges), list[ReadRange]()
     while left:
-        taken = cut_ranges(left, at_once)
+        taken = take_ranges(left, at_once)
         assert sum(r.count for r in taken) == at_once or not left
         cut += taken
     assert [(*pair, r.group) for r in cut for pair in pairs([r])] == blocks

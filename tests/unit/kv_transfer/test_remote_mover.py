@@ -226,7 +226,7 @@ def test_each_call_is_a_message_and_each_event_is_delivered(scripted: Scripted) 
     mover.connect(peer)
     mover.fill(-3, 16, "seed", 1)
     mover.read(-3, "p", [ReadRange(16, 16, 1)], (16,), 1)
-    mover.cancel(-3)
+    mover.abandon(-3)
     mover.set_num_readers(4)
     said = [part.next() for _ in range(5)]
     assert said[:2] == [peer, FillBlock(-3, 16, "seed", 1)]

@@ -20,7 +20,7 @@ def load(cache: AdapterCache, digest: str, *, in_use: set[str] | None = None) ->
     """Let a request want an adapter, and the adapter be loaded."""
     assert cache.want(f"{digest}-request", digest, f"/{digest}") == ()
     assert cache.turn({digest} | (in_use or set())) == [LoadAdapter(digest, f"/{digest}")]
-    assert cache.finished(digest) == [AdapterReady((f"{digest}-request",))]
+    assert cache.load_ended(digest) == [AdapterReady((f"{digest}-request",))]
 
 
 def test_requests_of_one_adapter_share_a_load_and_later_ones_need_none() -> None:
@@ -29,7 +29,7 @@ def test_requests_of_one_adapter_share_a_load_and_later_ones_need_none() -> None
     cache.want("r2", "a", "/a")
     assert cache.turn({"a"}) == [LoadAdapter("a", "/a")]
     assert cache.turn({"a"}) == []
-    assert cache.finished("a") == [AdapterReady(("r1", "r2"))]
+    assert cache.load_ended("a") == [AdapterReady(("r1", "r2"))]
     assert cache.want("r3", "a", "/a") == [AdapterReady(("r3",))]
     assert cache.loaded == {"a"}
     assert not cache.needs_turn
@@ -40,8 +40,8 @@ def test_a_failed_load_fails_its_requests_alone_and_the_next_request_tries_again
     cache.want("r1", "a", "/a")
     cache.want("r2", "b", "/b")
     assert cache.turn({"a", "b"}) == [LoadAdapter("a", "/a"), LoadAdapter("b", "/b")]
-    assert cache.finished("a", "changed") == [AdapterFailed(("r1",), "changed")]
-    assert cache.finished("b") == [AdapterReady(("r2",))]
+    assert cache.load_ended("a", "changed") == [AdapterFailed(("r1",), "changed")]
+    assert cache.load_ended("b") == [AdapterReady(("r2",))]
     cache.want("r3", "a", "/elsewhere")
     assert cache.turn({"a", "b"}) == [LoadAdapter("a", "/elsewhere")]
 
@@ -73,7 +73,7 @@ def test_few_adapters_are_loaded_at_a_time() -> None:
     for digest in "abcd":
         cache.want(digest, digest, f"/{digest}")
     assert cache.turn(set("abcd")) == [LoadAdapter("a", "/a"), LoadAdapter("b", "/b")][:MAX_LOADING]
-    cache.finished("a")
+    cache.load_ended("a")
     assert cache.turn(set("abcd")) == [LoadAdapter("c", "/c")]
 
 
@@ -88,7 +88,7 @@ def test_a_load_that_takes_too_long_fails_those_that_wait_and_serves_those_that_
     assert failed.request_ids == ("r1",)
     assert isinstance(cache.want("r2", "a", "/a")[0], AdapterFailed)
     assert cache.deadline == math.inf
-    assert cache.finished("a") == ()
+    assert cache.load_ended("a") == ()
     assert cache.expire() == []
     assert cache.want("r3", "a", "/a") == [AdapterReady(("r3",))]
 
@@ -108,7 +108,7 @@ def test_loads_that_hang_hold_up_no_others_but_keep_their_room() -> None:
     for digest in "fgh":
         cache.want(digest, digest, f"/{digest}")
     assert cache.turn(set("dfgh")) == [LoadAdapter("f", "/f")]
-    cache.finished("d")
+    cache.load_ended("d")
     assert cache.turn(set("dfgh")) == [], "a and b may still come into memory"
 
 
@@ -126,7 +126,7 @@ def test_the_deadline_follows_what_happens() -> None:
     clock.advance(1)
     cache.turn({"a"})
     assert cache.deadline == began + 1 + WAIT_S
-    cache.finished("a")
+    cache.load_ended("a")
     assert cache.deadline == math.inf
 
 
@@ -171,11 +171,11 @@ def test_an_adapter_that_is_wanted_again_while_it_is_evicted_is_loaded_again() -
     cache.want("r2", "a", "/a")
     cache.unloaded("a")
     assert cache.turn({"a", "b"}) == [LoadAdapter("b", "/b")]
-    cache.finished("b")
+    cache.load_ended("b")
     assert cache.turn({"a"}) == [UnloadAdapter("b")]
     cache.unloaded("b")
     assert cache.turn({"a"}) == [LoadAdapter("a", "/a")]
-    assert cache.finished("a") == [AdapterReady(("r2",))]
+    assert cache.load_ended("a") == [AdapterReady(("r2",))]
 
 
 def test_a_queued_adapter_is_not_loaded_once_nobody_waits_for_it() -> None:
@@ -201,5 +201,5 @@ def test_an_adapter_that_no_router_wants_leaves_memory_when_no_request_uses_it()
 
 def test_events_of_unknown_adapters_change_nothing() -> None:
     cache = AdapterCache(1, FakeClock())
-    assert cache.finished("a") == ()
+    assert cache.load_ended("a") == ()
     assert cache.expire() == []

@@ -50,7 +50,7 @@ def ended_attempt(book: AttemptBook, name: str, num_tokens: int, now: float, num
     top = [(1, -0.5)] * (num_top or 0)
     logprobs = [TokenLogprobs(1, -0.5, 1, top)] * num_tokens if num_top is not None else []
     attempt.note(RequestDelta(attempt.key, 0, [1] * num_tokens, logprobs, Outcome.LENGTH))
-    book.finished(attempt, now)
+    book.ended(attempt, now)
     return attempt
 
 
@@ -146,7 +146,7 @@ def test_two_attempts_with_the_same_key_never_run_at_once() -> None:
     book.add(first)
     with pytest.raises(ValueError, match="runs already"):
         book.add(attempt_of("a"))
-    book.finished(first, 0.0)
+    book.ended(first, 0.0)
     book.add(attempt_of("a"))
     assert first.state is AttemptState.FORGOTTEN
     assert book.next_deadline is None

@@ -296,7 +296,7 @@ def test_all_adapters_leave_memory_when_the_engine_ends_once_none_is_read_any_mo
     driver.submit(Request("r", RequestSpec(PROMPT, SamplingParams(max_tokens=2), adapter=A)), "/a")
     assert begun.wait(30)
     driver.stop()
-    assert threads.has_ended, "what is read last is waited for"
+    assert threads.is_closed, "what is read last is waited for"
     assert [load.digest for load in threads.loads] == [A]
     assert not runner.adapters.loaded
 
@@ -306,8 +306,8 @@ class _LastLoad(FakeAdapterThreads):
 
     runner: FakeRunner
 
-    def end(self) -> None:
-        super().end()
+    def close(self) -> None:
+        super().close()
         for load in self.loads:
             self.runner.adapters.load(Path(load.directory), load.digest)
 
@@ -340,7 +340,7 @@ async def test_threads_inspect_load_and_say_why_not(tmp_path: Path) -> None:
     assert not changed.may_pass
     (one / "adapter_config.json").unlink()
     assert "is not there" in (await loaded(digest)).reason
-    await threads.close()
+    await threads.aclose()
     closed = await loaded(digest)
     assert "shutting down" in closed.reason
     assert closed.may_pass
@@ -355,7 +355,7 @@ async def test_only_what_is_wrong_with_the_files_counts_as_final(tmp_path: Path,
     threads = AdapterThreads(SimulatedRunner(SimulatedSpec()), AdapterDirectories([tmp_path], fails))
     may_pass = isinstance(cause, OSError | MemoryError)
     assert await threads.find_fault(str(one), A) == AdapterFault("it can't be used", may_pass)
-    await threads.close()
+    await threads.aclose()
 
 
 async def test_a_fault_of_no_known_kind_may_pass(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ async def test_a_fault_of_no_known_kind_may_pass(tmp_path: Path) -> None:
     fault = await threads.find_fault(str(one), A)
     assert fault is not None
     assert fault.may_pass
-    await threads.close()
+    await threads.aclose()
 
 
 async def test_a_load_opens_no_file_outside_of_the_allowed_directories(tmp_path: Path) -> None:
@@ -388,7 +388,7 @@ async def test_a_load_opens_no_file_outside_of_the_allowed_directories(tmp_path:
     fault = await asyncio.to_thread(faults.get, timeout=30)
     assert fault is not None
     assert "leads out of the directories" in fault.reason
-    await threads.close()
+    await threads.aclose()
 
 
 class _Hanging:
@@ -419,7 +419,7 @@ async def test_a_directory_that_does_not_answer_is_given_up_and_keeps_its_turn(t
     checking = asyncio.create_task(hanging.threads.find_fault(hanging.three, A))
     hanging.may_end.set()
     assert await checking == AdapterFault("late")
-    await hanging.threads.close()
+    await hanging.threads.aclose()
 
 
 async def test_operators_can_ask_for_so_many_inspections_at_a_time(tmp_path: Path) -> None:
@@ -429,7 +429,7 @@ async def test_operators_can_ask_for_so_many_inspections_at_a_time(tmp_path: Pat
     hanging.may_end.set()
     ends = await asyncio.gather(*asked, return_exceptions=True)
     assert sum(isinstance(end, Overloaded) for end in ends) == 5
-    await hanging.threads.close()
+    await hanging.threads.aclose()
 
 
 async def test_loads_that_hang_hold_up_no_others(tmp_path: Path) -> None:
@@ -441,7 +441,7 @@ async def test_loads_that_hang_hold_up_no_others(tmp_path: Path) -> None:
         hanging.begun.get(timeout=30)
     assert not ended
     hanging.may_end.set()
-    await hanging.threads.close()
+    await hanging.threads.aclose()
     assert ended == [AdapterFault("late")] * 3
 
 
@@ -451,8 +451,8 @@ async def test_what_hangs_is_left_behind_and_the_process_can_end(
     monkeypatch.setattr("baton.node.adapters.adapter_threads._CLOSE_S", 0.01)
     hanging = _Hanging(tmp_path)
     hanging.threads.load(A, hanging.one, lambda fault: None)
-    await hanging.threads.close()
-    hanging.threads.end()
+    await hanging.threads.aclose()
+    hanging.threads.close()
     left = [thread for thread in threading.enumerate() if thread.name == "baton-adapter-load"]
     assert [thread.daemon for thread in left] == [True]
     # asyncio joins the threads of its own executor when it ends, without a limit: none of them may wait for the read.

@@ -67,7 +67,7 @@ def check(play: Callable[[Rig, float], Awaitable[None]]) -> None:
     async def main() -> None:
         rig = Rig()
         await play(rig, now())
-        rig.prober.stop()
+        rig.prober.close()
 
     run_virtually(main())
 

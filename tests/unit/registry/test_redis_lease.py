@@ -40,7 +40,7 @@ class SlowRegistry:
 async def test_an_update_during_a_renewal_is_not_overwritten() -> None:
     registry = SlowRegistry()
     lease = RedisLease(cast(Registry, registry), RECORD)
-    renewal = asyncio.create_task(lease.start())
+    renewal = asyncio.create_task(lease.publish())
     update = asyncio.create_task(lease.update(replace(RECORD, state="draining")))
     for _ in range(2):
         await registry.let_one()

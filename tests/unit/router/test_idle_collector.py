@@ -22,7 +22,7 @@ def test_an_idle_router_collects_once_an_interval() -> None:
     assert collections.count == 0
     timers.advance(10 * INTERVAL_S)
     assert collections.count == 10
-    collector.stop()
+    collector.close()
     assert timers.num_pending == 0
 
 

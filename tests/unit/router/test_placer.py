@@ -102,7 +102,7 @@ class Fleet:
             choice = self.place()
             assert names(choice) == ("p1", "d1")
             self.ended(name, choice, outcome)
-            self.placer.over(choice.request.request_id)
+            self.placer.end(choice.request.request_id)
 
     def open_breakers(self) -> dict[str, float]:
         """The number of open breakers of nodes and of pairs."""
@@ -113,7 +113,7 @@ class Fleet:
         """Report the transfer time of one request, the only known one."""
         choice = self.place(1024)
         self.ended(choice.placement.decode.node_id, choice, Outcome.LENGTH, timings)
-        self.placer.over(choice.request.request_id)
+        self.placer.end(choice.request.request_id)
         self.view.released(choice.placement.decode.incarnation, AttemptKey(choice.request.request_id, 1))
 
     def choose(self, tokens: int | Sequence[int] = 1024, attempt: int = 1, **fields: Any) -> Choice:
@@ -259,7 +259,7 @@ def test_requests_with_the_same_prefix_follow_while_it_is_computed() -> None:
     first = fleet.place(prompt + (1, 2, 3) * 5)
     second = fleet.choose(prompt + (9, 8, 7) * 5)
     assert names(second)[0] == names(first)[0]
-    fleet.placer.over(first.request.request_id)
+    fleet.placer.end(first.request.request_id)
     assert names(fleet.choose((*prompt, 5, 5)))[0] != names(first)[0], "it is over, and nothing of it was cached"
 
 
@@ -345,7 +345,7 @@ def test_a_failed_kv_transfer_counts_against_no_node() -> None:
         key = AttemptKey(choice.request.request_id, choice.attempt)
         lost = RequestDelta(key, outcome=Outcome.ERROR, error="lost", transfer_cause=TransferCause.LEASE_LOST)
         fleet.report("d1", StepReport([lost], LoadReport()))
-        fleet.placer.over(choice.request.request_id)
+        fleet.placer.end(choice.request.request_id)
     assert fleet.open_breakers() == {"node": 0, "pair": 1}
 
 
@@ -357,7 +357,7 @@ def test_a_node_that_dies_repeatedly_is_skipped_over_its_incarnations() -> None:
         assert names(choice)[0] == "p1"
         fleet.view.detached(f"p1.{run}", "died", fleet.now)
         fleet.placer.on_lost(f"p1.{run}", fleet.now)
-        fleet.placer.over(choice.request.request_id)
+        fleet.placer.end(choice.request.request_id)
         successor = big(prefill("p1", run=run + 1))
         fleet.view.registered([record_of(node) for node in (successor, *prefills("p2"), *decodes("d1"))])
         fleet.attach([successor], fleet.now - 100)
@@ -400,7 +400,7 @@ def test_a_decision_is_explained_and_compared_with_its_outcome() -> None:
     slow = StageTimings(queue_ms=3.0, prefill_ms=1000.0, transfer_ms=5.0, kv_bytes=6_400_000)
     for _ in range(200):
         fleet.report(str(taken), StepReport((), LoadReport(), step=StepFigures(500.0, 512, 0, 0)))
-    fleet.placer.finished(choice.request.request_id, slow, 1010.0, fleet.now)
+    fleet.placer.note_times(choice.request.request_id, slow, 1010.0, fleet.now)
     (after,) = fleet.placer.explain(choice.request.request_id, fleet.now)
     assert after.best is not None
     assert after.best.prefill_node not in (taken, "")
@@ -415,14 +415,14 @@ def test_a_decision_is_explained_and_compared_with_its_outcome() -> None:
     assert decisions.value == 1
     assert regret.total == pytest.approx(after.regret_ms / 1e3)
     assert [count for _, count in regret.buckets][-5:] == [0, 1, 1, 1, 1]
-    fleet.placer.over(choice.request.request_id)
+    fleet.placer.end(choice.request.request_id)
     assert fleet.placer.explain("nobody", fleet.now) == []
 
 
 def test_a_wrong_prediction_for_the_best_choice_is_no_regret() -> None:
     fleet = Fleet(*prefills("p1"), *decodes("d1"))
     choice = fleet.place(1024)
-    fleet.placer.finished(choice.request.request_id, StageTimings(prefill_ms=250.0), 900.0, fleet.now)
+    fleet.placer.note_times(choice.request.request_id, StageTimings(prefill_ms=250.0), 900.0, fleet.now)
     (after,) = fleet.placer.explain(choice.request.request_id, fleet.now)
     assert after.regret_ms == 0.0
 
@@ -437,15 +437,15 @@ def test_adopted_requests_count_like_own_ones() -> None:
         fleet.ended("p1", replace(theirs, attempt=number), Outcome.ERROR)
         (told,) = fleet.placer.explain(theirs.request.request_id, fleet.now)
         assert (told.decision.reason.partition(":")[0], told.decision.prefill) == ("adopted", "p1")
-        fleet.placer.finished(theirs.request.request_id, StageTimings(transfer_ms=3.0), 20.0, fleet.now)
+        fleet.placer.note_times(theirs.request.request_id, StageTimings(transfer_ms=3.0), 20.0, fleet.now)
         (told,) = fleet.placer.explain(theirs.request.request_id, fleet.now)
         outcome = explained(told, fleet.now).outcome
         assert outcome is not None
         assert (outcome.transfer_ms, outcome.best) == (3.0, None)
-        fleet.placer.over(theirs.request.request_id)
+        fleet.placer.end(theirs.request.request_id)
     last = fleet.choose()
     assert names(last) == ("p2", "d1"), "it failed too often, whoever had asked it"
-    fleet.placer.over(last.request.request_id)
+    fleet.placer.end(last.request.request_id)
     assert fleet.placer.is_idle
 
 
@@ -472,8 +472,8 @@ def test_nothing_is_kept_of_ended_requests() -> None:
         again = fleet.placer.choose(fleet.view.candidates(), choice.request, frozenset(), 2, 0.0, fleet.now)
         fleet.placer.placed(again, fleet.now)
         if number % 2:
-            fleet.placer.over(choice.request.request_id)
-        fleet.placer.over(choice.request.request_id)
+            fleet.placer.end(choice.request.request_id)
+        fleet.placer.end(choice.request.request_id)
     assert fleet.placer.is_idle
 
 

@@ -36,8 +36,8 @@ def samples(page: bytes) -> dict[tuple[str, str], float]:
 
 def test_outcomes_and_tokens_of_requests_are_counted() -> None:
     served = Served()
-    served.ended(replace(finished("stop", 5), ttft_ms=30.0, total_ms=230.0))
-    served.ended(replace(finished("length", 1), ttft_ms=70.0, total_ms=70.0))
+    served.count(replace(finished("stop", 5), ttft_ms=30.0, total_ms=230.0))
+    served.count(replace(finished("length", 1), ttft_ms=70.0, total_ms=70.0))
     found = samples(render(declared_figures(served), {}))
     assert found["baton_request_success_total", "stop"] == found["baton_request_success_total", "length"] == 1
     assert (found["baton_prompt_tokens_total", ""], found["baton_generation_tokens_total", ""]) == (6, 6)

@@ -14,7 +14,7 @@ def test_rows_that_are_made_while_all_are_forgotten_are_not_kept() -> None:
     kept = EncodedRows()
 
     def make() -> npt.NDArray[np.float32]:
-        kept.forget(None)
+        kept.release(None)
         return ROWS
 
     kept.make("late", make)
@@ -27,7 +27,7 @@ def test_rows_of_the_next_incarnation_stay_when_the_encoder_of_the_last_one_is_d
     kept = EncodedRows()
 
     def make() -> npt.NDArray[np.float32]:
-        kept.forget(None)
+        kept.release(None)
         kept.keep("same", 3, ROWS.tobytes())
         return np.zeros((3, 2), dtype=np.float32)
 

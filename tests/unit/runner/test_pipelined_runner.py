@@ -49,7 +49,7 @@ class SlowStages(Transformer):
         )
         self.stage = Stage(0, num_stages)
         self.log: list[str] = []
-        """`begin` and `end` of micro-batches with the number of their rows, and `copy`."""
+        """The begin and the end of micro-batches with the number of their rows, and `copy`."""
         self._begun: list[HiddenAndLogits] = []
         self._is_ready = False
 
@@ -75,7 +75,7 @@ class SlowStages(Transformer):
         self._is_ready |= timeout is None
         return self._is_ready
 
-    def end(self) -> HiddenAndLogits:
+    def take_result(self) -> HiddenAndLogits:
         self.log.append("end")
         self._is_ready = False
         return self._begun.pop(0)

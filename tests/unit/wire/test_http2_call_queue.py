@@ -77,7 +77,7 @@ async def test_calls_of_a_lost_connection_end_a_few_per_turn_and_never_begin() -
     calls = [Waiting(str(number)) for number in range(3 * END_AT_ONCE)]
     for one in calls:
         queue.add("lost", cast("Call", one), is_keyless=False)
-    queue.lose("lost", cast("list[Call]", calls))
+    queue.end_calls("lost", cast("list[Call]", calls))
     turns = 0
     while queue:
         await asyncio.sleep(0)

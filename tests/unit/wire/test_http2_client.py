@@ -315,7 +315,7 @@ def test_a_connection_error_ends_each_call_once(said: bytes, code: int) -> None:
     *_, (kind, _, _, payload) = parse_frames(connection.take())
     assert (kind, int.from_bytes(payload[4:8], "big")) == (GOAWAY, code)
     assert [received.code for received in calls] == [UNAVAILABLE, UNAVAILABLE]
-    connection.lose("and it is gone")
+    connection.end_calls("and it is gone")
 
 
 def test_a_peer_that_sends_no_settings_is_no_server() -> None:
@@ -338,8 +338,8 @@ def test_a_server_that_sends_goaway_answers_the_calls_it_accepted() -> None:
 def test_a_lost_connection_ends_every_call_once() -> None:
     connection = connected()
     calls = [started_call(connection)[1] for _ in range(3)]
-    connection.lose("the wire is cut")
-    connection.lose("again")
+    connection.end_calls("the wire is cut")
+    connection.end_calls("again")
     assert [received.ended for received in calls] == [CallEnd(UNAVAILABLE, "the wire is cut")] * 3
 
 
@@ -349,7 +349,7 @@ def test_a_cancelled_call_receives_nothing_more() -> None:
     connection.cancel(stream)
     assert parse_frames(connection.take()) == [(RST_STREAM, 0, stream, struct.pack(">I", 8))]
     connection.receive(frame(DATA, 0, stream, packed(b"x")) + headers(stream, OK, END_STREAM))
-    connection.lose("gone")
+    connection.end_calls("gone")
     assert (received.messages, received.ended) == ([], None)
 
 
@@ -530,6 +530,6 @@ def test_any_bytes_of_a_peer_are_at_most_a_protocol_error(frames: list[bytes], d
         for stream, _ in calls:
             if data.draw(st.booleans()):
                 connection.send(stream, b"some")
-    connection.lose("it is over")
+    connection.end_calls("it is over")
     assert all(received.ended is not None for _, received in calls)
     parse_frames(connection.take())

@@ -237,7 +237,9 @@ class KnownSenders:
     def update(self, snapshot: Snapshot) -> None:
         """Meet the prefill nodes that are new, and forget those that have left."""
         fitting = [
-            each for each in snapshot.values() if each.role == "prefill" and KVFormat.of(each).fits(self._format)
+            description
+            for description in snapshot.values()
+            if description.role == "prefill" and KVFormat.of(description).fits(self._format)
         ]
         for record in fitting:
             if record.incarnation not in self._known:

@@ -92,9 +92,9 @@ class OfferedDigests:
             if not self._is_known(block_id, name):
                 self._known[block_id] = (name.key, {})
         missing = {block_id: name for block_id, name in named.items() if parts not in self._known[block_id][1]}
-        found = self._compute(missing, parts)
+        computed = self._compute(missing, parts)
         self._check_unchanged(missing)
-        for block_id, digests in found.items():
+        for block_id, digests in computed.items():
             self._known[block_id][1][parts] = digests
         nothing = (0,) * parts
         return [
@@ -111,11 +111,11 @@ class OfferedDigests:
             some = [block_id for block_id, name in blocks.items() if name.group == group]
             ids = [block * parts + part for block in some for part in range(parts)]
             asked.append((some, self._ask(ids, Division(parts, group))))
-        found: dict[int, Sequence[int]] = {}
+        computed: dict[int, Sequence[int]] = {}
         for of_group, answer in asked:
             digests = answer()
-            found.update((block, digests[at * parts : (at + 1) * parts]) for at, block in enumerate(of_group))
-        return found
+            computed.update((block, digests[at * parts : (at + 1) * parts]) for at, block in enumerate(of_group))
+        return computed
 
     def _check_unchanged(self, blocks: Mapping[int, BlockName]) -> None:
         """Raise ValueError if a block does not hold any more what its known digests are of."""

@@ -72,7 +72,7 @@ def probe_figures(outcomes: Mapping[tuple[str, str], int], failed: Sequence[Fail
             for (peer, outcome), count in sorted(outcomes.items())
         ),
         *(
-            Figure("kv_failed_probes", stands, each.count, {"peer": each.peer, "fault": each.fault.value})
-            for each in failed
+            Figure("kv_failed_probes", stands, failure.count, {"peer": failure.peer, "fault": failure.fault.value})
+            for failure in failed
         ),
     ]

@@ -136,8 +136,8 @@ class PiecePlan:
             for group in range(len(reader.groups))
         ]
         if local_parts == remote_parts:
-            rows = [each.of_whole_blocks() for each in rows]
-        sizes = tuple(each.num_bytes for each in rows)
+            rows = [row.of_whole_blocks() for row in rows]
+        sizes = tuple(row.num_bytes for row in rows)
         blocks = (local_bytes, sender.part(theirs).block_bytes)
         return cls(common, max(sizes), local_parts, remote_parts, *blocks, tuple(rows), sizes)
 
@@ -172,11 +172,11 @@ class PiecePlan:
         counts = table[:, 2]
         table, steps = np.repeat(table, counts, axis=0), np.arange(counts.sum())
         steps -= np.repeat(np.cumsum(counts) - counts, counts)
-        found = [
+        pieces = [
             self._pieces_of(rows, *(table[table[:, 3] == group, :2] + steps[table[:, 3] == group, np.newaxis]).T)
             for group, rows in enumerate(self._rows)
         ]
-        local, remote, lengths = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+        local, remote, lengths = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
         return Pieces(local, remote, lengths)
 
     def _pieces_of(
@@ -200,15 +200,15 @@ def _merged(ranges: Sequence[ReadRange]) -> list[tuple[int, int, int]]:
 
     Blocks of different groups are in ranges of their own; as bytes they may still be neighbours.
     """
-    found: list[tuple[int, int, int]] = []
+    merged: list[tuple[int, int, int]] = []
     for r in ranges:
-        if found:
-            local, remote, count = found[-1]
+        if merged:
+            local, remote, count = merged[-1]
             if (local + count, remote + count) == (r.local_block, r.remote_block):
-                found[-1] = (local, remote, count + r.count)
+                merged[-1] = (local, remote, count + r.count)
                 continue
-        found.append((r.local_block, r.remote_block, r.count))
-    return found
+        merged.append((r.local_block, r.remote_block, r.count))
+    return merged
 
 
 def _in_words(layers: range) -> str:

@@ -184,14 +184,14 @@ async def embed(
         truncate=most,
     )
     if request.task is EmbedTask.SCORE:
-        pairs = [_pair(one, place) for place, one in enumerate(request.inputs)]
+        pairs = [_pair(item, index) for index, item in enumerate(request.inputs)]
         scored = await score_pairs(pairs, call, handler, vocabulary, card, timeout_s)
         results: Sequence[EmbedResult] = [EmbedResult((score,)) for score in scored.scores]
         return EmbedResponse(call.request_id, results, _num_tokens(scored.results))
-    inputs = [_input(one, place, is_pair=is_classified) for place, one in enumerate(request.inputs)]
+    inputs = [_input(item, index, is_pair=is_classified) for index, item in enumerate(request.inputs)]
     ends = await pool_all(replace(call, inputs=inputs), handler, vocabulary, card, timeout_s)
     labels = card.pooling.labels if is_classified else ()
-    if sum(len(one.embedding) for one in ends) <= SMALL_VECTORS:
+    if sum(len(item.embedding) for item in ends) <= SMALL_VECTORS:
         results = _results(ends, labels)
     else:
         results = await handler.in_thread(_results, ends, labels)
@@ -199,25 +199,25 @@ async def embed(
 
 
 def _results(ends: Sequence[Finished], labels: Sequence[str]) -> Sequence[EmbedResult]:
-    vectors = [numbers_of(one.embedding) for one in ends]
+    vectors = [numbers_of(end.embedding) for end in ends]
     return [EmbedResult(vector, labels[vector.index(max(vector))] if labels else "") for vector in vectors]
 
 
-def _input(one: EmbedInput, place: int, *, is_pair: bool) -> PoolingInput:
-    field = f"inputs[{place}]"
-    if not one.prompt:
+def _input(item: EmbedInput, index: int, *, is_pair: bool) -> PoolingInput:
+    field = f"inputs[{index}]"
+    if not item.prompt:
         raise InvalidRequest(field, "is empty")
-    if one.second_text is not None and not (is_pair and isinstance(one.prompt, str)):
+    if item.second_text is not None and not (is_pair and isinstance(item.prompt, str)):
         raise InvalidRequest(f"{field}.second_text", "needs a text, and a task that takes pairs")
-    return PoolingInput(one.prompt, one.second_text, field)
+    return PoolingInput(item.prompt, item.second_text, field)
 
 
-def _pair(one: EmbedInput, place: int) -> TextPair:
-    field = f"inputs[{place}]"
-    if not isinstance(one.prompt, str) or one.second_text is None:
+def _pair(item: EmbedInput, index: int) -> TextPair:
+    field = f"inputs[{index}]"
+    if not isinstance(item.prompt, str) or item.second_text is None:
         raise InvalidRequest(field, "must have text and second_text: a score is of a pair of texts")
-    return TextPair(one.prompt, one.second_text, f"{field}.text", f"{field}.second_text")
+    return TextPair(item.prompt, item.second_text, f"{field}.text", f"{field}.second_text")
 
 
 def _num_tokens(ends: Sequence[Finished]) -> int:
-    return sum(one.prompt_tokens for one in ends)
+    return sum(end.prompt_tokens for end in ends)

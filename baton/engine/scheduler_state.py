@@ -247,13 +247,13 @@ class SchedulerState:
 
     def live_requests(self, request_ids: Iterable[str]) -> list[Request]:
         """All live sequences and beams of the requests that were submitted with these ids; unknown ids are skipped."""
-        found: dict[str, Request] = {}
+        requests: dict[str, Request] = {}
         for request_id in request_ids:
             group = self.groups.get(request_id) or self.beams.get(request_id)
             request = self.requests.get(request_id)
             members = group.members if group is not None else [] if request is None else [request]
-            found.update((member.request_id, member) for member in members)
-        return list(found.values())
+            requests.update((member.request_id, member) for member in members)
+        return list(requests.values())
 
     def live_sequence(self, request_id: str, index: int) -> Request | None:
         """One of several sequences of a request, if it lives; there is none before they are forked."""
@@ -345,12 +345,12 @@ class SchedulerState:
         """What the KV cache and the encoder cache have; from now on their changes are recorded. O(blocks)."""
         manager = self.kv_cache_manager
         manager.kv_events.is_recording = True
-        found: dict[Tier, frozenset[bytes]] = {"device": frozenset(manager.pool.keys)}
+        keys: dict[Tier, frozenset[bytes]] = {"device": frozenset(manager.pool.keys)}
         if manager.host is not None:
-            found["host"] = frozenset(manager.host.pool.keys)
+            keys["host"] = frozenset(manager.host.pool.keys)
         if rows := frozenset(map(rows_key, self.encoder_cache.ready_digests)):
-            found["encoder"] = rows
-        return KVSnapshot(found, manager.kv_events.next_sequence)
+            keys["encoder"] = rows
+        return KVSnapshot(keys, manager.kv_events.next_sequence)
 
     def _note_rows(self, digest: str, is_there: bool) -> None:
         log = self.kv_cache_manager.kv_events

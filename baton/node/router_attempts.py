@@ -275,7 +275,7 @@ class RouterAttempts:
         self.book.detached(port.client_index, now)
         self._abort_unwanted(self.book.expire(now))
         self._set_sweep_timer()
-        if port.watches_kv_cache and not any(other.watches_kv_cache for other in self._streams.ports):
+        if port.watches_kv_cache and not any(remaining.watches_kv_cache for remaining in self._streams.ports):
             self._driver.unwatch_kv_cache()
 
     def _delta_and_owner(self, client_index: int, output: EngineCoreOutput) -> tuple[int | None, RequestDelta]:

@@ -247,8 +247,8 @@ class TorchModelRunner:
         queries.take(pooled.start, computed.queries[pooled.places])
         if not pooled.share.samples:
             return None
-        found = self._aligner.token_rows(pooled.share.state, queries.queries)
-        return found.astype("<f4").tobytes()
+        rows = self._aligner.token_rows(pooled.share.state, queries.queries)
+        return rows.astype("<f4").tobytes()
 
     def _end(self, step: StepResults) -> ModelRunnerOutput:
         """Draft behind the sampled tokens of a step; returns its results."""

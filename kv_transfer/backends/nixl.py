@@ -127,9 +127,9 @@ class NixlBackend:
         self._peers[peer.incarnation] = _Peer(peer, plan)
 
     def _check_registered(self, peer: PeerMemory) -> None:
-        whole = [(peer.base_address, peer.num_all_blocks * peer.block_bytes, peer.device_id)]
+        regions = [(peer.base_address, peer.num_all_blocks * peer.block_bytes, peer.device_id)]
         try:
-            self._agent.prep_xfer_dlist(peer.incarnation, whole, mem_type=peer.kind).release()
+            self._agent.prep_xfer_dlist(peer.incarnation, regions, mem_type=peer.kind).release()
         except self._errors.any as error:
             raise self._connect_failure(peer, error) from error
 

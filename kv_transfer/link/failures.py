@@ -120,16 +120,16 @@ class FailedProbes:
         seconds."""
         now = self._clock.monotonic()
         failed = [
-            FailedProbe(each.peer, each.fault, each.detail, now - each.at, each.count)
-            for each in self._latest.values()
-            if self._kept_s is None or now - each.at < self._kept_s
+            FailedProbe(probe.peer, probe.fault, probe.detail, now - probe.at, probe.count)
+            for probe in self._latest.values()
+            if self._kept_s is None or now - probe.at < self._kept_s
         ]
         return failed[:MAX_SHOWN]
 
     def _forget_older(self, incarnation: str, peer: str) -> None:
         """Forget earlier incarnations of a node: they are gone."""
-        for other in [name for name, each in self._latest.items() if each.peer == peer and name != incarnation]:
-            self.forget(other)
+        for older in [name for name, failure in self._latest.items() if failure.peer == peer and name != incarnation]:
+            self.forget(older)
 
 
 def count_outcome(outcomes: Counter[tuple[str, str]], peer: str, outcome: str) -> None:

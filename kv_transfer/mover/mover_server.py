@@ -221,12 +221,12 @@ class MoverServer:
     def _answer_digests(self, asked: DigestBlocks) -> None:
         try:
             self._check_asked(asked)
-            found = self._digests(asked.ids, Division(asked.parts, asked.group))
+            digests = self._digests(asked.ids, Division(asked.parts, asked.group))
         except Exception as error:
             _log.exception("could not compute digests of blocks here")
             self._say(DigestsNotFound(asked.question, repr(error)))
         else:
-            self._say(DigestsFound(asked.question, found))
+            self._say(DigestsFound(asked.question, digests))
 
     def _check_asked(self, asked: DigestBlocks) -> None:
         num_sub_blocks = self._memory.num_all_blocks * asked.parts

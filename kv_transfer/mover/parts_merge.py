@@ -271,11 +271,11 @@ class PartsMerge:
         own_size = self._layout.block_size if self._layout is not None else 1
         sender_size = (self._layout is not None and peer.node.parts[0].block_size) or own_size
         each = digest_parts // max(1, own_size // sender_size)
-        found: defaultdict[int, list[int]] = defaultdict(list)
+        blocks: defaultdict[int, list[int]] = defaultdict(list)
         for r in ranges if wanted else ():
             span = range(r.local_block * each, (r.local_block + r.count) * each)
-            found[r.group] += [block for block in span if block in wanted]
-        return found
+            blocks[r.group] += [block for block in span if block in wanted]
+        return blocks
 
     def abandon(self, read_id: int) -> list[MergeEffect]:
         """Start no more of a read; an unknown one changes nothing."""
@@ -390,8 +390,8 @@ class PartsMerge:
 
     def _forget_over(self, read: _Read) -> None:
         if read.machine.state is MergeState.OVER:
-            for each in read.sub_reads:
-                del self._sub_reads[each]
+            for sub_read in read.sub_reads:
+                del self._sub_reads[sub_read]
 
     def _part_filled(
         self, part: int, number: int, digests: Mapping[int, int], failure: str | None

@@ -94,10 +94,10 @@ class PartsMover:
         """The sum of all parts' figures; of a divided read each sub-read counts."""
         figures = [part.figures for part in self.parts]
         return ReadFigures(
-            sum(each.bytes_arrived for each in figures),
-            max((each.arrived_at for each in figures if each.arrived_at is not None), default=None),
-            sum(each.reads_in_flight for each in figures),
-            sum(each.stuck_reads for each in figures),
+            sum(of_part.bytes_arrived for of_part in figures),
+            max((of_part.arrived_at for of_part in figures if of_part.arrived_at is not None), default=None),
+            sum(of_part.reads_in_flight for of_part in figures),
+            sum(of_part.stuck_reads for of_part in figures),
         )
 
     @property
@@ -177,8 +177,8 @@ class PartsMover:
         try:
             await asyncio.gather(*watching)
         finally:
-            for each in watching:
-                each.cancel()
+            for watch in watching:
+                watch.cancel()
 
     def _part_said(self, part: int, event: MoverEvent) -> None:
         self._decide(lambda: self._merge.said(part, event))

@@ -234,14 +234,14 @@ class RemoteMover:
         """
         if division.layers is not None:
             raise ValueError(f"a part has digests of all its layers, not of {division.layers} alone")
-        found: Future[Sequence[int]] = Future()
+        answer: Future[Sequence[int]] = Future()
         question = next(self._questions)
         with self._lock:
-            self._digests[question] = len(ids), found
+            self._digests[question] = len(ids), answer
         if not self._tell(DigestBlocks(question, ids, division.parts, division.group)):
             self._forget_question(question)
             raise EngineFault("a part of this node computes no digests: its mover is not running")
-        return lambda: self._await_digests(question, found)
+        return lambda: self._await_digests(question, answer)
 
     def stop(self) -> None:
         """Have the mover stopped, as `PartMover.stop` says, and leave the stream to the next one."""
@@ -289,9 +289,9 @@ class RemoteMover:
         self._cut_for = self._cut_for or why
         self._stream.cut()
 
-    def _await_digests(self, question: int, found: Future[Sequence[int]]) -> Sequence[int]:
+    def _await_digests(self, question: int, answer: Future[Sequence[int]]) -> Sequence[int]:
         try:
-            return found.result(self._digest_within_s)
+            return answer.result(self._digest_within_s)
         except TimeoutError:
             fault = EngineFault(f"a part of this node computed no digests within {self._digest_within_s:g} s")
             self._cut(fault)
@@ -316,7 +316,7 @@ class RemoteMover:
     def _failed(self, error: BaseException) -> None:
         with self._lock:
             was_accepting, self._accepting = self._accepting, False
-            waiting: list[Future[Any]] = [found for _, found in self._digests.values()]
+            waiting: list[Future[Any]] = [pending for _, pending in self._digests.values()]
         for future in [*waiting, self._up, self._stopped]:
             if not future.done():
                 future.set_exception(error)
@@ -388,15 +388,15 @@ class RemoteMover:
 
     def _answered_question(self, answer: DigestsFound | DigestsNotFound) -> None:
         with self._lock:
-            count, found = self._digests.pop(answer.question, (0, None))
-        if found is None:
+            count, future = self._digests.pop(answer.question, (0, None))
+        if future is None:
             self.counters["digests_unknown"] += 1
         elif isinstance(answer, DigestsNotFound):
-            found.set_exception(EngineFault(f"a part of this node could not compute digests: {answer.detail}"))
+            future.set_exception(EngineFault(f"a part of this node could not compute digests: {answer.detail}"))
         elif len(answer.digests) != count:
-            found.set_exception(EngineFault(f"a part of this node sent {len(answer.digests)} digests, not {count}"))
+            future.set_exception(EngineFault(f"a part of this node sent {len(answer.digests)} digests, not {count}"))
         else:
-            found.set_result(answer.digests)
+            future.set_result(answer.digests)
 
     def _read_event(self, event: ReadDone | ReadFailed | ReadStalled | BlocksDigested | DigestsFailed) -> None:
         said = self._checked_read_event(event)
@@ -458,7 +458,7 @@ def digests_of_parts(here: BlockDigests, elsewhere: Callable[[], Sequence[Remote
         def add_up() -> Sequence[int]:
             total = here(ids, division)
             for theirs in waiting:
-                total = [(mine + other) % DIGEST_MODULUS for mine, other in zip(total, theirs(), strict=True)]
+                total = [(mine + their) % DIGEST_MODULUS for mine, their in zip(total, theirs(), strict=True)]
             return total
 
         return add_up

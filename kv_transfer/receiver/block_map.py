@@ -62,9 +62,9 @@ class BlockMap:
             cut = range(first_token // self.reader_block_size, -(-end // parts))
             partly_filled += [stripe * groups + group for stripe in cut if blocks[stripe, group] != NULL_BLOCK]
         num_stripes = -(-num_tokens // self.sender_block_size)
-        whole = np.full((num_stripes * self.sender_parts, groups), NULL_BLOCK, np.int64)
-        whole[: len(local)] = local[: len(whole)]
-        in_order = whole.reshape(num_stripes, self.sender_parts, groups).transpose(0, 2, 1)
+        view = np.full((num_stripes * self.sender_parts, groups), NULL_BLOCK, np.int64)
+        view[: len(local)] = local[: len(view)]
+        in_order = view.reshape(num_stripes, self.sender_parts, groups).transpose(0, 2, 1)
         return SenderBlocks(
             plan,
             self,
@@ -141,7 +141,7 @@ class SenderBlocks:
         parts = self.sizes.sender_parts
         places, each = self.local[first * parts : end * parts], digest_parts // parts
         return (
-            places if each == 1 else [place * each + index if place else 0 for place in places for index in range(each)]
+            places if each == 1 else [block * each + index if block else 0 for block in places for index in range(each)]
         )
 
     def iter_digest_ids(self, first: int, end: int, digest_parts: int) -> Iterator[int]:
@@ -149,11 +149,11 @@ class SenderBlocks:
         local, parts = self.local, self.sizes.sender_parts
         each = digest_parts // parts
         for at in range(first * parts, end * parts):
-            place = local[at]
+            block = local[at]
             if each == 1:
-                yield place
+                yield block
             else:
-                yield from range(place * each, (place + 1) * each) if place else (0,) * each
+                yield from range(block * each, (block + 1) * each) if block else (0,) * each
 
     def reader_end(self, end: int) -> int:
         """How many leading blocks of the plan are complete with the entries before `end`."""

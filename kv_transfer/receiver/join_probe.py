@@ -206,12 +206,12 @@ class JoinProbes:
         # The sender, which compares too, may find a fault in a probe that passed here.
         has_passed = probe is not None and probe.state is ProbeState.PASSED
         fault = (probe and probe.fault) or (ProbeFault.WRONG_BYTES if has_passed else ProbeFault.READ_FAILED)
-        told = (probe and probe.detail) or detail
-        count = self._failed.failed(incarnation, source.node_id, fault, told)
+        reason = (probe and probe.detail) or detail
+        count = self._failed.failed(incarnation, source.node_id, fault, reason)
         pause_s = min(self._times.first_pause_s * 2.0 ** min(count - 1, 16), self._times.max_pause_s)
         self._again[incarnation] = (source, self._clock.monotonic() + pause_s)
         count_outcome(self.outcomes, source.node_id, fault.value)
-        return [ReportFailure(told, count), *self._start_waiting()]
+        return [ReportFailure(reason, count), *self._start_waiting()]
 
     def disconnected(self, incarnation: str) -> None:
         """The sender's memory is disconnected: the next link to it needs a probe. One that has failed stays due."""
@@ -329,7 +329,7 @@ class JoinProbes:
     def _start(self, probe: Probe) -> list[ProbeEffect]:
         if not self.local_blocks:
             return self._fail(probe, ProbeFault.READ_FAILED, f"{self._node_id} has no probe blocks")
-        busy = {other.local_block for other in self._probes.values() if other.state is ProbeState.READING}
+        busy = {reading.local_block for reading in self._probes.values() if reading.state is ProbeState.READING}
         late = Counter(read.local_block for read in self._late_reads.values())
         free = [block for block in self.local_blocks if block not in busy]
         if not free:
@@ -352,15 +352,15 @@ class JoinProbes:
         if probe.digest != probe.known_digest:
             return self._fail(probe, ProbeFault.WRONG_BYTES, "other bytes arrived")
         incarnation, node_id = probe.source.incarnation, probe.source.node_id
-        told = TellSender(incarnation, ProbeResult(probe.number, probe.digest))
+        tell = TellSender(incarnation, ProbeResult(probe.number, probe.digest))
         if probe.group + 1 < probe.num_groups:
-            return [told, self._ask_next_group(probe), *self._start_waiting()]
+            return [tell, self._ask_next_group(probe), *self._start_waiting()]
         probe.machine.feed(ProbeEvent.MATCH)
         self._proven.add(incarnation)
         self._failed.passed(incarnation, node_id)
         self._again.pop(incarnation, None)
         count_outcome(self.outcomes, node_id, "passed")
-        return [told, PairProven(incarnation), *self._start_waiting()]
+        return [tell, PairProven(incarnation), *self._start_waiting()]
 
     def _ask_next_group(self, probe: Probe) -> TellSender:
         """Ask for known bytes again, to be read as a block of the next group of layers."""

@@ -436,8 +436,8 @@ class TransferBook:
         attempt, every = transfer.plan.attempt, lcm(offer.digest_every, self._digest_every)
         first, parts = offer.first_block, transfer.digest_parts
         ids = transfer.blocks.digest_ids(first, transfer.next_block, parts)
-        digested = (each for at, each in enumerate(ids) if is_digested(attempt, first + at // parts, every))
-        return tuple(each for each in digested if each != NULL_BLOCK)
+        digested = (digest_id for at, digest_id in enumerate(ids) if is_digested(attempt, first + at // parts, every))
+        return tuple(digest_id for digest_id in digested if digest_id != NULL_BLOCK)
 
     # The sender's confirmations, and what is valid by them.
 
@@ -482,10 +482,10 @@ class TransferBook:
         if transfer.is_quarantined or before >= end:
             return []
         first, parts = transfer.blocks.first_block, transfer.digest_parts
-        digests, told, at = transfer.digests, transfer.sender_digests, (before - first) * parts
+        digests, sender_digests, at = transfer.digests, transfer.sender_digests, (before - first) * parts
         # One at a time: a call takes as long as blocks become valid, however many are confirmed.
-        for each in transfer.blocks.iter_digest_ids(before, end, parts):
-            if each and digests.get(each) != told[at]:
+        for digest_id in transfer.blocks.iter_digest_ids(before, end, parts):
+            if digest_id and digests.get(digest_id) != sender_digests[at]:
                 break
             at += 1
         transfer.valid_end = first + at // parts
@@ -519,7 +519,7 @@ class TransferBook:
         if len(digests) != len(ids):
             return f"{sender} sent {len(digests)} digests of {blocks.num_blocks - blocks.first_block} blocks"
         pairs = zip(ids, digests, strict=True)
-        wrong = [each for each, digest in pairs if transfer.digests.get(each, digest) != digest]
+        wrong = [digest_id for digest_id, digest in pairs if transfer.digests.get(digest_id, digest) != digest]
         block = wrong[0] // blocks.local_digest_parts(parts) if wrong else 0
         return f"block {block} is not what {sender} computed" if wrong else None
 

@@ -191,12 +191,12 @@ class LeaseBook:
     def link_opened(self, link: int, node_id: str, incarnation: str) -> list[LeaseEffect]:
         """A reader's link is up; it replaces older links of the same process, and older processes of the same node."""
         effects: list[LeaseEffect] = []
-        for other, reader in list(self._links.items()):
+        for older, reader in list(self._links.items()):
             if reader.incarnation == incarnation:
-                effects += [CutLink(other, "the reader opened a newer link"), *self.link_closed(other)]
+                effects += [CutLink(older, "the reader opened a newer link"), *self.link_closed(older)]
             elif reader.node_id == node_id:
-                effects.append(CutLink(other, f"{node_id} has restarted as {incarnation}"))
-                effects += [*self.link_closed(other), *self.reader_gone(reader.incarnation)]
+                effects.append(CutLink(older, f"{node_id} has restarted as {incarnation}"))
+                effects += [*self.link_closed(older), *self.reader_gone(reader.incarnation)]
         self._links[link] = _LinkedReader(node_id, incarnation)
         self._link_of[incarnation] = link
         return effects

@@ -156,9 +156,9 @@ class ProbeOffers:
         self._is_filling, group = False, self._filling_group
         self._digests[group] = digests
         waiting = [(link, reader) for link, reader in self._readers.items() if reader.told_digest is None]
-        told = [self._tell(link, reader, self._block) for link, reader in waiting if reader.group == group]
+        effects = [self._tell(link, reader, self._block) for link, reader in waiting if reader.group == group]
         others = [reader.group for _, reader in waiting if reader.group != group]
-        return [*told, self._fill(others[0], self._block)] if others else [*told]
+        return [*effects, self._fill(others[0], self._block)] if others else [*effects]
 
     def fill_failed(self, fill_id: int, detail: str) -> list[OfferEffect]:
         """The block could not be filled."""

@@ -59,9 +59,9 @@ class _Sequence:
     def end(self, finish_reason: str, stop_reason: int | str | None) -> str:
         """End the sequence; returns the text that was held back, which may still complete a stop string."""
         rest = self.text.finish()
-        found = self.text.found
-        self.finish_reason = finish_reason if found is None else "stop"
-        self.stop_reason = stop_reason if found is None else found
+        stop_string = self.text.found
+        self.finish_reason = finish_reason if stop_string is None else "stop"
+        self.stop_reason = stop_reason if stop_string is None else stop_string
         return rest
 
     @property
@@ -171,34 +171,34 @@ class Answer:
         rest = sequence.end(finish_reason, stop_reason)
         return self._give(index, Chunk(sequence.text.num_tokens, (), rest)) if rest else ()
 
-    def _finished(self, index: int, place: int) -> SequenceFinished:
+    def _finished(self, index: int, rank: int) -> SequenceFinished:
         sequence = self._sequences[index]
-        return SequenceFinished(place, sequence.finish_reason, sequence.stop_reason, sequence.text.num_tokens)
+        return SequenceFinished(rank, sequence.finish_reason, sequence.stop_reason, sequence.text.num_tokens)
 
     def _choose(self) -> Sequence[GenerateEvent]:
         """The events of the most likely sequences, best first; among equals the smaller index comes first."""
         order = sorted(range(len(self._sequences)), key=lambda index: -self._sequences[index].cumulative_logprob)
         self._ranked = [self._sequences[index] for index in order]
         events: list[GenerateEvent] = []
-        for place, index in enumerate(order[: self._num_returned]):
-            events += self._whole(self._sequences[index].kept, place)
+        for rank, index in enumerate(order[: self._num_returned]):
+            events += self._whole(self._sequences[index].kept, rank)
             if self._num_returned > 1:
-                events.append(self._finished(index, place))
+                events.append(self._finished(index, rank))
         return events
 
-    def _whole(self, chunks: Sequence[Chunk], place: int) -> Sequence[Chunk]:
+    def _whole(self, chunks: Sequence[Chunk], rank: int) -> Sequence[Chunk]:
         """All tokens as one chunk, or as several if the text is parsed or has log-probabilities.
 
         Text that came without tokens stays a chunk, as it has its own position.
         """
-        rest = [replace(chunk, sequence_index=place) for chunk in chunks if not chunk.token_ids and chunk.text]
+        rest = [replace(chunk, sequence_index=rank) for chunk in chunks if not chunk.token_ids and chunk.text]
         chunks = [chunk for chunk in chunks if chunk.token_ids]
         if not chunks:
             return rest
         most = MAX_LOGPROBS_AT_ONCE if self._keeps_logprobs else MAX_PARSED_TOKENS if self._is_parsed else 0
-        parts = [joined(one) for one in (_in_pieces(chunks, most) if most else [chunks])]
+        parts = [joined(piece) for piece in (_in_pieces(chunks, most) if most else [chunks])]
         for part in parts:
-            part.sequence_index = place
+            part.sequence_index = rank
             if not self._keeps_logprobs:
                 part.logprobs = ()
         return [*parts, *rest]
@@ -267,13 +267,13 @@ class ResumedAnswer(Answer):
             return ()
         return super()._give(index, chunk)
 
-    def _whole(self, chunks: Sequence[Chunk], place: int) -> Sequence[Chunk]:
-        begin = self._begin[place]
-        following = super()._whole([chunk for chunk in chunks if chunk.next_position > begin], place)
+    def _whole(self, chunks: Sequence[Chunk], rank: int) -> Sequence[Chunk]:
+        begin = self._begin[rank]
+        following = super()._whole([chunk for chunk in chunks if chunk.next_position > begin], rank)
         before = [chunk for chunk in chunks if chunk.next_position <= begin]
         if not self._is_parsed or not before:
             return following
-        return [*(replace(_known(chunk), sequence_index=place) for chunk in before), *following]
+        return [*(replace(_known(chunk), sequence_index=rank) for chunk in before), *following]
 
 
 def _known(chunk: Chunk) -> Chunk:

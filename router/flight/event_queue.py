@@ -164,13 +164,13 @@ class EventQueue:
         last = events[-1]
         if isinstance(last, Chunk) and last.sequence_index == index:
             return False  # the reader joins these, all at once
-        for place in range(len(events) - 1, max(0, len(events) - 2 * MAX_SEQUENCES) - 1, -1):
-            before = events[place]
+        for position in range(len(events) - 1, max(0, len(events) - 2 * MAX_SEQUENCES) - 1, -1):
+            before = events[position]
             if isinstance(before, Chunk) and before.sequence_index == index:
                 num_tokens = len(before.token_ids) + len(chunk.token_ids)
                 if not before.token_ids or not chunk.token_ids or num_tokens > _most_joined(before):
                     return False
-                events[place] = joined((before, chunk))
+                events[position] = joined((before, chunk))
                 return True
         return False
 
@@ -236,9 +236,9 @@ class EventQueue:
             chunks.append(following)
         if len(chunks) == 1:
             return first
-        whole = joined(chunks)
-        self._events[: len(chunks)] = [whole]
-        return whole
+        joined_chunk = joined(chunks)
+        self._events[: len(chunks)] = [joined_chunk]
+        return joined_chunk
 
     async def _turn(self) -> None:
         """Return when there is an event or the end, and it is this reader's turn."""

@@ -367,8 +367,8 @@ class Flight:
                 effects += self._attempt.end_leg(leg)
             if not (sequence.is_closed and delta.outcome is Outcome.ABORTED):
                 effects += self._on_outcome(leg, delta)
-        for one in changed:
-            effects += self._finish_if_complete(one) if not self.is_over else []
+        for changed_sequence in changed:
+            effects += self._finish_if_complete(changed_sequence) if not self.is_over else []
         return effects
 
     def _emit_held(self, prompt_logprobs: Sequence[TokenLogprobs]) -> list[FlightEffect]:
@@ -533,7 +533,7 @@ class Flight:
     def _close(
         self, sequence: FlightSequence, step: FlightStep, finish_reason: str, stop_reason: int | str | None
     ) -> list[FlightEffect]:
-        is_last = all(other.is_closed for other in self._sequences if other is not sequence)
+        is_last = all(sibling.is_closed for sibling in self._sequences if sibling is not sequence)
         if is_last:
             self._machine.feed(step)
         sequence.close(finish_reason, stop_reason)

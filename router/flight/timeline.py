@@ -253,8 +253,8 @@ def _joined(stages: Iterable[TimelineStage]) -> Sequence[TimelineStage]:
     return tuple(joined)
 
 
-def _between(one: str, other: str) -> str:
-    return f"{one} > {other}" if one and other else one or other
+def _between(first: str, second: str) -> str:
+    return f"{first} > {second}" if first and second else first or second
 
 
 def _ns(seconds: float) -> int:

@@ -104,13 +104,13 @@ class Steering:
         try:
             self._ask_for_roles()
             before, self._snapshot = self._snapshot, self._take_snapshot()
-            for found in cluster_changes(before, self._snapshot):
+            for change in cluster_changes(before, self._snapshot):
                 self._events.record(
-                    found.reason,
-                    found.subject,
-                    incarnation=found.incarnation,
-                    detail=found.detail,
-                    is_warning=found.is_warning,
+                    change.reason,
+                    change.subject,
+                    incarnation=change.incarnation,
+                    detail=change.detail,
+                    is_warning=change.is_warning,
                 )
         except Exception:
             # Requests are served, whether or not operators are told of changes.
@@ -232,11 +232,11 @@ class Steering:
 
     def _nodes(self) -> dict[str, NodeStatus]:
         """The nodes by name; of several incarnations the one that serves, or else the latest."""
-        found: dict[str, NodeStatus] = {}
+        nodes: dict[str, NodeStatus] = {}
         for status in self._view.statuses(self._timers.monotonic(), 0.0):
-            if status.name not in found or status.status not in ("Suspect", "Lost"):
-                found[status.name] = status
-        return found
+            if status.name not in nodes or status.status not in ("Suspect", "Lost"):
+                nodes[status.name] = status
+        return nodes
 
     def _check_names(self, names: Sequence[str], known: dict[str, NodeStatus] | dict[str, NodeStatus | None]) -> None:
         if not names:

@@ -160,17 +160,17 @@ class BeamGroup:
         self._likeliest[request.request_id] = likeliest
         if self.members:
             return False
-        self.search.advance([self._likeliest[one.request_id] for one in self._by_place])
+        self.search.advance([self._likeliest[beam.request_id] for beam in self._by_place])
         return True
 
     def next_requests(self) -> list[Request]:
         """The requests that compute the next step, best beam first."""
         requests: list[Request] = []
-        for place, beam in enumerate(self.search.running):
+        for index, beam in enumerate(self.search.running):
             parent = self._by_place[beam.parent]
             # The root stands for the search towards the client, so it stays as it is.
             is_heir = parent is not self.root and parent not in requests
-            requests.append(parent if is_heir else self._fork(place, parent))
+            requests.append(parent if is_heir else self._fork(index, parent))
         # Only after all forks are made, since they copy the tokens that their parents have computed.
         for request, beam in zip(requests, self.search.running, strict=True):
             request.output_token_ids.append(beam.token_id)
@@ -207,9 +207,9 @@ class BeamGroup:
         self._likeliest = {}
         self.members = list(requests)
 
-    def _fork(self, place: int, parent: Request) -> Request:
+    def _fork(self, index: int, parent: Request) -> Request:
         root = self.root
-        request = root.sibling(f"{root.request_id}~0^{self.search.length}.{place}", root.sampling_params)
+        request = root.sibling(f"{root.request_id}~0^{self.search.length}.{index}", root.sampling_params)
         request.output_token_ids = list(parent.output_token_ids)
         request.block_hashes = list(parent.block_hashes)
         request.beams = self

@@ -176,8 +176,8 @@ class Admission:
                 waiting.preempted.discard(request.request_id)
             if result is _AdmissionResult.ADMITTED:
                 passed = stuck if unseated is None or turn < unseated.turn else [*stuck, unseated.request]
-                for other in passed:
-                    waiting.times_passed[other.request_id] += 1
+                for skipped in passed:
+                    waiting.times_passed[skipped.request_id] += 1
                 unseated = unseated or self._unseated(plan)
             elif result is not _AdmissionResult.ENDED:
                 stay.setdefault(queue, []).append(request)
@@ -435,9 +435,9 @@ class Admission:
         request.transition(RequestEvent.SEATED)
         if request.adapter:
             self._slots.take(request.adapter)
-            for other in self._skipped:
-                if other.adapter != request.adapter:
-                    self._waiting.times_passed[other.request_id] += 1
+            for skipped in self._skipped:
+                if skipped.adapter != request.adapter:
+                    self._waiting.times_passed[skipped.request_id] += 1
         self._state.running.append(request)
         self._state.filling.append(request)
         self._waiting.times_passed.pop(request.request_id, None)

@@ -111,7 +111,7 @@ class AttemptSpans:
         if clock is None:
             return
         attributes: Attributes = {"baton.request_id": attempt.request_id, "baton.attempt": attempt.attempt}
-        found = list(stages(clock, leg, now))
-        for stage in found:
-            stage_error = error if stage is found[-1] else ""
+        spans = list(stages(clock, leg, now))
+        for stage in spans:
+            stage_error = error if stage is spans[-1] else ""
             self._tracer.completed(stage.name, traceparent, stage.begun, stage.ended, attributes, stage_error)

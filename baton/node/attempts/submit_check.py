@@ -156,7 +156,7 @@ def _content_objection(spec: RequestSpec, node: NodeDescription) -> str | None:
     if first.kind is ContentKind.SPEECH and len(first.data) > MAX_AUDIO_BYTES:
         return f"contents: {len(first.data)} bytes of speech; at most {MAX_AUDIO_BYTES} are taken"
     # The keys of blocks name the content, not how many of a span's positions have rows of it.
-    num_rows = len(first.data) // 4 if first.kind is ContentKind.TEXT else sum([each.length for each in encoded[:1]])
+    num_rows = len(first.data) // 4 if first.kind is ContentKind.TEXT else sum([part.length for part in encoded[:1]])
     if not num_rows or tuple(spec.spans) != source_spans(first.digest, num_rows):
         return f"contents: the spans are not those of {num_rows} rows at the beginning of a prompt"
     if spec.spans[-1].stop >= len(spec.prompt_token_ids):

@@ -210,7 +210,7 @@ def kv_cache_updates(news: KVEventBatch | KVSnapshot, max_hashes: int = _MAX_HAS
 
 
 def _stored(snapshot: KVSnapshot, max_hashes: int) -> Iterator[BlockStored]:
-    for tier, found in snapshot.block_hashes.items():
-        hashes = list(found)
+    for tier, stored in snapshot.block_hashes.items():
+        hashes = list(stored)
         for start in range(0, len(hashes), max_hashes):
             yield BlockStored(hashes[start : start + max_hashes], tier=tier)

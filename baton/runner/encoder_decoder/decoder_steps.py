@@ -272,8 +272,8 @@ def _replace_positions(decoder: Any) -> StepPositions | None:
         return None
     # BART's table has two rows before that of position 0.
     decoder.embed_positions = StepPositions(embedding.weight, getattr(embedding, "offset", 0))
-    found: StepPositions = decoder.embed_positions
-    return found
+    positions: StepPositions = decoder.embed_positions
+    return positions
 
 
 def _probe(num_rows: int, layout: KVLayout) -> FlatBatch:

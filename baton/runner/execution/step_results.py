@@ -76,15 +76,17 @@ class StepRows:
         if chunks or not all(_wants_its_end(share) for share in pooled):
             return cls._in_groups(scheduled, batch, samplers, chunks)
         places = dict(zip(map(id, ending), _places(share.num_sampled_rows for share in ending), strict=True))
-        found = [PooledShare(one, _pooler(one), one.stop - 1, places[id(one)]) for one in pooled if one.samples]
-        sampled = [np.arange(places[id(one)].start, places[id(one)].stop) for one in samplers]
-        needs_head = samplers or any(one.of_logits for one in found)
+        shares = [
+            PooledShare(given, _pooler(given), given.stop - 1, places[id(given)]) for given in pooled if given.samples
+        ]
+        sampled = [np.arange(places[id(given)].start, places[id(given)].stop) for given in samplers]
+        needs_head = samplers or any(given.of_logits for given in shares)
         return cls(
             scheduled,
             batch,
             samplers,
             chunks,
-            found,
+            shares,
             None,
             np.concatenate(sampled) if sampled else slice(0),
             batch.logits_rows.size if needs_head else 0,
@@ -101,15 +103,17 @@ class StepRows:
         """The rows where the wanted ones are others than the last ones: first those with logits, then the others."""
         first_rows = dict(zip(map(id, scheduled), batch.query_start.tolist(), strict=False))
         sampled = [
-            np.arange(first_rows[id(one)] + one.count - one.num_sampled_rows, first_rows[id(one)] + one.count)
-            for one in samplers
+            np.arange(
+                first_rows[id(member)] + member.count - member.num_sampled_rows, first_rows[id(member)] + member.count
+            )
+            for member in samplers
         ]
         num_sampled = sum(map(len, sampled))
         groups = [*sampled, *(chunk.rows for chunk in chunks)]
         num_wanted = num_logits = sum(map(len, groups))
         pooled = [share for share in scheduled if share.state.pooler is not None]
         pooled.sort(key=lambda share: not _pooler(share).takes_logits)
-        found = []
+        grouped = []
         for share in pooled:
             wanted, pooler = _wanted(share), _pooler(share)
             if not wanted and not share.samples:
@@ -117,14 +121,14 @@ class StepRows:
             if pooler.takes_logits:
                 num_logits += len(wanted)
             groups.append(np.arange(wanted.start, wanted.stop) - share.start + first_rows[id(share)])
-            found.append(PooledShare(share, pooler, wanted.start, slice(num_wanted, num_wanted + len(wanted))))
+            grouped.append(PooledShare(share, pooler, wanted.start, slice(num_wanted, num_wanted + len(wanted))))
             num_wanted += len(wanted)
         return cls(
             scheduled,
             batch,
             samplers,
             chunks,
-            found,
+            grouped,
             np.concatenate(groups) if groups else np.empty(0, dtype=np.int64),
             slice(num_sampled),
             num_logits,

@@ -204,8 +204,8 @@ def _layers_of(module: nn.Module, num_layers: int) -> nn.ModuleList:
     """The list of the module's layers: the one whose i-th part has all attention with the layer index i."""
     for part in module.modules():
         if isinstance(part, nn.ModuleList) and len(part) == num_layers:
-            found = [_layer_indices(layer) for layer in part]
-            if found == [{index} for index in range(num_layers)]:
+            indices = [_layer_indices(layer) for layer in part]
+            if indices == [{index} for index in range(num_layers)]:
                 return part
     raise UnsupportedAttention(f"{type(module).__name__} has no list of its layers, so they can't be divided in stages")
 

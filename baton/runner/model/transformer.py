@@ -344,8 +344,8 @@ class Transformer(CachedModel):
                 "attention; layers without attention are not supported"
             )
         self._require_windows(architecture, probe.windows)
-        found = {index: LayerReport(geometry, probe.windows[index]) for index, geometry in probe.layers.items()}
-        return found, sorted(watch.missed)
+        reports = {index: LayerReport(geometry, probe.windows[index]) for index, geometry in probe.layers.items()}
+        return reports, sorted(watch.missed)
 
     def _require_windows(self, architecture: str, windows: Mapping[int, int | None]) -> None:
         """Raise UnsupportedAttention if layers tell masks of their windows, but not their attention."""
@@ -461,15 +461,15 @@ class Transformer(CachedModel):
 
 def _first_of(reasons: Sequence[str]) -> str:
     """The first reason that there is, with the number of its stage if there are several stages."""
-    found = next(((stage, reason) for stage, reason in enumerate(reasons) if reason), None)
-    if found is None:
+    first = next(((stage, reason) for stage, reason in enumerate(reasons) if reason), None)
+    if first is None:
         return ""
-    return found[1] if len(reasons) == 1 else f"stage {found[0]}: {found[1]}"
+    return first[1] if len(reasons) == 1 else f"stage {first[0]}: {first[1]}"
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     # They are compared as bytes, since NaN must equal NaN here.
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
 
 
 def _has_grids(config: Any) -> bool:

@@ -53,14 +53,14 @@ async def whole_answer(
     yield f'{_json(head)[:-1]}, "choices": ['
     index = num_reasoning_tokens = 0
     for answer, prompt, echo in zip_longest(answers, prompts, echoed):
-        for place in range(len(answer.chunks)):
+        for sequence in range(len(answer.chunks)):
             if index:
                 await asyncio.sleep(0)  # there may be hundreds of long ones
                 yield ", "
             # In the first choice of each prompt alone, since a prompt may be long and its choices many.
-            more = {"prompt_token_ids": prompt} if prompt and place == 0 and not answer_format.has_one_prompt else {}
+            more = {"prompt_token_ids": prompt} if prompt and sequence == 0 and not answer_format.has_one_prompt else {}
             parsed = parser(index) if parser is not None else None
-            async for piece in _choice(answer, answer_format, options, texts, place, index, echo, parsed, **more):
+            async for piece in _choice(answer, answer_format, options, texts, sequence, index, echo, parsed, **more):
                 yield piece
             num_reasoning_tokens += parsed.num_reasoning_tokens if parsed is not None else 0
             index += 1
@@ -82,7 +82,7 @@ async def _choice(
     answer_format: AnswerFormat,
     options: AnswerOptions,
     texts: TokenTexts,
-    place: int,
+    sequence: int,
     index: int,
     echo: EchoedPrompt | None = None,
     parsed: ParsedSequence | None = None,
@@ -92,8 +92,8 @@ async def _choice(
 
     `parsed`: the parser of its text, if that is parsed.
     """
-    chunks = answer.chunks[place] if options.output else ()
-    finish_reason, stop_reason = answer.ends[place] if options.output else ("length", None)
+    chunks = answer.chunks[sequence] if options.output else ()
+    finish_reason, stop_reason = answer.ends[sequence] if options.output else ("length", None)
     if parsed is None:
         text = "".join(chunk.text for chunk in chunks)
         before = {"index": index, **answer_format.choice_of(text if echo is None else echo.text + text)}
@@ -109,7 +109,7 @@ async def _choice(
             yield piece
     else:
         yield "null"
-    if options.prompt_logprobs and place == 0 and not answer_format.has_one_prompt:
+    if options.prompt_logprobs and sequence == 0 and not answer_format.has_one_prompt:
         yield ', "prompt_logprobs": '
         async for piece in _prompt_logprobs(answer, texts.spelling):
             yield piece

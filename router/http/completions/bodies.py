@@ -91,15 +91,15 @@ class Message(Strict):
         """The reasoning before the message, which clients send under either name."""
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
-    def check(self, place: int) -> None:
+    def check(self, index: int) -> None:
         """Raises InvalidRequest for a field that does not go with the role. `place`: of the message in the chat."""
         if (self.role == "tool") != (self.tool_call_id is not None):
-            raise InvalidRequest(f"messages[{place}].tool_call_id", "and the role tool need each other")
+            raise InvalidRequest(f"messages[{index}].tool_call_id", "and the role tool need each other")
         for field in ("tool_calls", "reasoning_content", "reasoning"):
             if getattr(self, field) and self.role != "assistant":
-                raise InvalidRequest(f"messages[{place}].{field}", "needs the role assistant")
+                raise InvalidRequest(f"messages[{index}].{field}", "needs the role assistant")
         if self.reasoning is not None and self.reasoning != self.given_reasoning:
-            raise InvalidRequest(f"messages[{place}].reasoning", "is another than reasoning_content: send one of them")
+            raise InvalidRequest(f"messages[{index}].reasoning", "is another than reasoning_content: send one of them")
 
 
 class ChatPrompt(Strict):
@@ -170,9 +170,9 @@ class ChatBody(ChatPrompt, GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def template_message(message: Message, place: int) -> Mapping[str, Any]:
+def template_message(message: Message, index: int) -> Mapping[str, Any]:
     """A message of a chat; raises InvalidRequest. `place`: of the message in the chat."""
-    message.check(place)
+    message.check(index)
     calls = [
         template_call(call.id, call.function.name, arguments_of(call.function.arguments))
         for call in message.tool_calls or ()
@@ -203,7 +203,7 @@ def chat_text(
     """
     body.check_continuation()
     return model.text_of(
-        [template_message(message, place) for place, message in enumerate(body.messages)],
+        [template_message(message, index) for index, message in enumerate(body.messages)],
         tools,
         {**(variables or {}), **_checked_variables(body.chat_template_kwargs)},
         body.images,

@@ -59,17 +59,17 @@ class _OpenAiEndpoint(GeneratingEndpoint[OptionsRequest]):
     def _writer(self, parsed: OptionsRequest, accepted: Accepted, positions: Sequence[int]) -> StreamWriter:
         label = self._label(accepted.request_id, parsed, self._model.card.fingerprint)
         is_new = not any(positions)
-        each = parsed.num_sequences
-        texts = [self._texts(parsed, context) for context in accepted.contexts for _ in range(each)]
+        num_sequences = parsed.num_sequences
+        texts = [self._texts(parsed, context) for context in accepted.contexts for _ in range(num_sequences)]
         given = enumerate(parsed.prompts if parsed.options.token_ids and is_new else ())
-        prompts = {place * each: token_ids for place, token_ids in given if token_ids}
+        prompts = {number * num_sequences: token_ids for number, token_ids in given if token_ids}
         parsing = parsed.parsing
         if parsing.is_needed:
             sequences = [parsing.sequence(accepted.request_id, index) for index in range(len(positions))]
             return ParsedEventWriter(
                 sequences, label, parsed.options, positions, accepted.prompt_tokens, texts, prompts
             )
-        echoes = [echoed.text for echoed in parsed.echoed for _ in range(each)]
+        echoes = [echoed.text for echoed in parsed.echoed for _ in range(num_sequences)]
         return EventWriter(
             self.answer_format, label, parsed.options, positions, accepted.prompt_tokens, texts, prompts, echoes
         )
@@ -142,7 +142,7 @@ class Completions(_OpenAiEndpoint):
             raise InvalidRequest("prompt", "is required")
         ids = part_ids(request_id, len(body.prompts))
         prompts = [self._prompt_of(prompt, body, card) for prompt in body.prompts]
-        requests = [body.request(prompt, one, body.logprobs) for prompt, one in zip(prompts, ids, strict=True)]
+        requests = [body.request(prompt, name, body.logprobs) for prompt, name in zip(prompts, ids, strict=True)]
         _check_call_size(body, len(prompts))
         num_tokens = sum(map(len, prompts)) * (body.num_generated if body.echo else 1)
         check_prompt_logprobs(num_tokens, body.num_prompt_logprobs, MAX_CALL_PROMPT_LOGPROB_VALUES)

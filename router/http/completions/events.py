@@ -118,7 +118,7 @@ class EventWriter:
             f'{answer_format.text_tail},"logprobs":null,"finish_reason":null}}{self._plain_after_choices}'
         )
         self._is_plain = not (options.logprobs or options.token_ids or options.usage_in_all)
-        self._logprobs = [answer_format.logprobs(one, 0, 0) for one in texts] if options.logprobs else []
+        self._logprobs = [answer_format.logprobs(text, 0, 0) for text in texts] if options.logprobs else []
         self._held_texts = [""] * len(positions)
         """Text without tokens, which is sent with the event that ends its sequence."""
         self._prompt_ids = {

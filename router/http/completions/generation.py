@@ -276,14 +276,14 @@ class GenerationBody(Strict):
             "response_format": self.response_format,
             "structured_outputs": self.structured_outputs,
         }
-        found: dict[str, Constrained] = {
+        constraints: dict[str, Constrained] = {
             **{name: value.as_constraint() for name, value in objects.items() if value is not None},
             "guided_json": ("json_schema", self.guided_json),
             "guided_regex": ("regex", self.guided_regex),
             "guided_choice": ("choice", self.guided_choice),
             "guided_grammar": ("grammar", self.guided_grammar),
         }
-        given = {name: (kind, value) for name, (kind, value) in found.items() if value not in (None, ())}
+        given = {name: (kind, value) for name, (kind, value) in constraints.items() if value not in (None, ())}
         if len(given) > 1:
             raise InvalidRequest(
                 list(given)[1], f"does not go with {next(iter(given))}: one of them says what is wanted"
@@ -343,9 +343,9 @@ _AS_THEY_CAME = (
 """Fields that the request to the core has under the same name and with the same value."""
 
 
-def read_generation(kind: type[B], found: Mapping[str, Any]) -> B:
+def read_generation(kind: type[B], parsed: Mapping[str, Any]) -> B:
     """The body as its model; raises InvalidRequest that names the first wrong field."""
-    body = read_as(kind, found)
+    body = read_as(kind, parsed)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options", "needs stream")
     return body

@@ -64,18 +64,18 @@ def unknown(token_id: int) -> TokenLogprobs:
 
 def prompt_entries(positions: Sequence[TokenLogprobs], spelling: Spelling) -> list[dict[int, dict[str, Any]]]:
     """Log-probabilities of a prompt as vLLM writes them: at each position the token itself, then the likeliest."""
-    found = []
+    entries = []
     for position in positions:
         ranked = {position.token_id: (position.rank, position.logprob)}
         for rank, (token_id, logprob) in enumerate(position.top, 1):
             ranked.setdefault(token_id, (rank, logprob))
-        found.append(
+        entries.append(
             {
                 token_id: {"logprob": _finite(logprob), "rank": rank, "decoded_token": _text(spelling(token_id))}
                 for token_id, (rank, logprob) in ranked.items()
             }
         )
-    return found
+    return entries
 
 
 class CompletionLogprobs:
@@ -114,11 +114,11 @@ class CompletionLogprobs:
         return offset
 
     def _top(self, position: TokenLogprobs) -> dict[str, float]:
-        found: dict[str, float] = {}
+        by_spelling: dict[str, float] = {}
         for token_id, logprob in _top_and_drawn(position):
             # Among tokens with the same text, the most likely one counts.
-            found.setdefault(_text(self._spelling(token_id)), _finite(logprob))
-        return found
+            by_spelling.setdefault(_text(self._spelling(token_id)), _finite(logprob))
+        return by_spelling
 
 
 class ChatLogprobs:

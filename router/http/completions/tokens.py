@@ -53,13 +53,13 @@ class Tokenize(_TokenEndpoint):
     """POST /tokenize"""
 
     def _json(self, call: HttpCall) -> bytes:
-        found, card = call.found, call.card
-        if (found.get("prompt") is None) == (found.get("messages") is None):
+        parsed, card = call.found, call.card
+        if (parsed.get("prompt") is None) == (parsed.get("messages") is None):
             raise InvalidRequest("prompt", "or messages is required, and not both")
-        if found.get("messages") is None:
-            body: TokenizeText | TokenizeChat = read_as(TokenizeText, found)
+        if parsed.get("messages") is None:
+            body: TokenizeText | TokenizeChat = read_as(TokenizeText, parsed)
         else:
-            body = read_as(TokenizeChat, found)
+            body = read_as(TokenizeChat, parsed)
         check_model(body.model or "", card)
         if isinstance(body, TokenizeText):
             field, tokens = "prompt", self._model.encode(body.prompt, special=body.add_special_tokens is not False)
@@ -72,7 +72,7 @@ class Tokenize(_TokenEndpoint):
             "count": len(tokens),
             "max_model_len": card.max_model_len,
             "tokens": tokens,
-            "token_strs": [spelling(one).decode(errors="replace") for one in tokens]
+            "token_strs": [spelling(token).decode(errors="replace") for token in tokens]
             if body.return_token_strs
             else None,
         }

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import faulthandler
 import os
 import signal
 import sys
-import threading
-from collections.abc import Iterable
 
 from baton.errors import ExitCode
 
@@ -31,37 +28,6 @@ def die_with(parent: int) -> None:
     die_with_parent()
     if os.getppid() != parent:
         sys.exit(ExitCode.FAILED)
-
-
-class HeldProcesses:
-    """Processes that this one may kill though it has not started them, held by descriptor (pidfd_open(2)).
-
-    Their numbers may be those of others once they have ended. May be used by several threads.
-    """
-
-    def __init__(self) -> None:
-        self._descriptors: list[int] = []
-        self._lock = threading.Lock()
-
-    def hold(self, pids: Iterable[int]) -> None:
-        """Hold these processes, but for those that have ended, and all if the kernel has no such descriptors."""
-        with self._lock:
-            for pid in pids:
-                with contextlib.suppress(OSError):
-                    self._descriptors.append(os.pidfd_open(pid))
-
-    def kill(self) -> None:
-        """Kill those that run, also if they are stopped; idempotent."""
-        with self._lock:
-            for descriptor in self._descriptors:
-                with contextlib.suppress(OSError):
-                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-
-    def let_go(self) -> None:
-        """Close the descriptors; idempotent."""
-        with self._lock:
-            while self._descriptors:
-                os.close(self._descriptors.pop())
 
 
 def how_it_ended(code: int) -> str:

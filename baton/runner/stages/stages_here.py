@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from baton.errors import ConfigError
-from baton.processes.ends import HeldProcesses, how_it_ended
+from baton.processes.ends import how_it_ended
 from baton.processes.fork_server import start_process
+from baton.processes.held_processes import HeldProcesses
 from baton.runner.parts import divided
 from baton.runner.spec import TorchSpec
 from baton.runner.stages.frames import StageLinks

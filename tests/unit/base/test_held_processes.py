@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 
-from baton.processes.ends import HeldProcesses
+from baton.processes.held_processes import HeldProcesses
 
 
 def test_a_stopped_process_is_killed_and_one_that_has_ended_is_no_error() -> None:

@@ -1,7 +1,7 @@
 """Every state machine goes where state_machines.txt says, which no script writes, and nowhere else.
 
-For each machine every (state, event) pair is tried, in the state to which the shortest row of events leads. The diagrams
-of docs/states.md are rendered from the tables, so they can not tell that a table is wrong.
+For each machine every (state, event) pair is tried, in the state to which the shortest row of events leads. The
+diagrams of docs/states.md are rendered from the tables, so they can not tell that a table is wrong.
 """
 
 from __future__ import annotations

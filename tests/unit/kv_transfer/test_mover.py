@@ -1,6 +1,7 @@
 """The mover over the in-process fake: the order of reads, their answers, and which reads may still write.
 
-Faults of the transport are met by a mover alone and by a node's mover of parts which has it as its only part. What all movers have in common, as a node uses them, is in tests/contract/test_parts_movers.py.
+Faults of the transport are met by a mover alone, and by a node's mover of parts which has it as its only part. What all
+movers have in common, as a node uses them, is in tests/contract/test_parts_movers.py.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ class ReadFault:
     fault: ProbeFault
     words: str
     digest: int = 0
-    """The one that the sender is told; 0 where none was computed."""
+    """The digest that the sender is told; 0 where none was computed."""
     abandons: bool = False
     """Whether the read is still in flight, and is given up."""
 

@@ -1,6 +1,6 @@
 """The mover over the in-process fake: the order of reads, their answers, and which reads may still write.
 
-Faults of the transport are met by a mover alone, and by a node's mover of parts which has it as its only part. What all
+Faults of the transport are met by a mover alone, and by a node's mover of parts that has it as its only part. What all
 movers have in common, as a node uses them, is in tests/contract/test_parts_movers.py.
 """
 
@@ -103,7 +103,7 @@ class WatchedBackend(FakeTransferBackend):
 
 
 class OnlyPart(PartsMover):
-    """A node's mover whose only part is this one, and whose peers have one part each."""
+    """A node's mover of parts with one part, whose peers have one part each."""
 
     def __init__(self, make_mover: Callable[[DeliverEvent], Mover], deliver: DeliverEvent) -> None:
         super().__init__(None, [OwnPart(range(1), make_mover)], deliver)

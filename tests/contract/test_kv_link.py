@@ -662,8 +662,10 @@ async def misbehaving(
     kv_link_pb2_grpc.add_KvLinkServicer_to_server(MisbehavingSender(rig, answers), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    yield Peer("p0", "p0.first", f"127.0.0.1:{port}")
-    await server.stop(None)
+    try:
+        yield Peer("p0", "p0.first", f"127.0.0.1:{port}")
+    finally:
+        await server.stop(None)
 
 
 @asynccontextmanager

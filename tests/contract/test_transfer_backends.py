@@ -515,6 +515,23 @@ def attach(mover: Mover, events: MoverEvents, sender: AnySender) -> str:
     return name
 
 
+def test_the_mover_reads_in_pieces_and_answers_once(
+    rig: Rig, mover: Mover, events: MoverEvents, shared_sender: AnySender
+) -> None:
+    name = attach(mover, events, shared_sender)
+    order = list(range(NUM_BLOCKS))
+    Random(3).shuffle(order)
+    third = NUM_BLOCKS // 3
+    for read_id in range(3):
+        own = slice(read_id * third, (read_id + 1) * third)
+        mover.read(read_id, name, coalesce(range(NUM_BLOCKS)[own], order[own]))
+    answers = [events.next_of(ReadDone) for _ in range(3)]
+    assert {answer.read_id: answer.num_bytes for answer in answers} == dict.fromkeys(range(3), third * BLOCK_BYTES)
+    assert all(rig.block(i) == pattern(remote, 1, BLOCK_BYTES) for i, remote in enumerate(order))
+    assert mover.figures.reads_in_flight == 0
+    assert events.empty()
+
+
 def test_the_mover_reports_a_killed_peer(rig: Rig, mover: Mover, events: MoverEvents, shared_sender: AnySender) -> None:
     doomed = rig.new_sender(pump=False)
     name, other = attach(mover, events, doomed), attach(mover, events, shared_sender)

@@ -181,7 +181,13 @@ class EngineRig:
         )
         return self._note(self.scheduler.update_from_kv_transfer(report))
 
-    def fail_transfer(self, request_id: str, num_valid_blocks: int) -> list[EngineCoreOutput]:
+    def fail_transfer(
+        self,
+        request_id: str,
+        num_valid_blocks: int,
+        cause: TransferCause = TransferCause.PEER_GONE,
+        why: str = "peer gone",
+    ) -> list[EngineCoreOutput]:
         """Fail a transfer of which the first `num_valid_blocks` blocks are verified; the others hold garbage."""
         load, size, groups = self.connector.loads[request_id], self.config.block_size, len(self.config.windows)
         self.write_kv(request_id)
@@ -189,7 +195,7 @@ class EngineRig:
             stripe, group = divmod(entry, groups)
             if stripe * size >= load.num_local_tokens:
                 self.runner.write_slots(load.block_ids, [0xBAD] * size, stripe * size, group)
-        lost = self.connector.lose(request_id, TransferCause.PEER_GONE, "peer gone", num_valid_blocks)
+        lost = self.connector.lose(request_id, cause, why, num_valid_blocks)
         return self._note(self.scheduler.update_from_kv_transfer(KVTransferOutput(failed={request_id: lost})))
 
     def write_kv(self, request_id: str) -> None:

@@ -99,7 +99,8 @@ async def all_leave(*readers: Reader) -> None:
     """Close the connections of these clients at once."""
     for reader in readers:
         reader.task.cancel()
-    await asyncio.gather(*(reader.task for reader in readers), return_exceptions=True)
+    ends = await asyncio.gather(*(reader.task for reader in readers), return_exceptions=True)
+    assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
 
 
 class RouterRig:

@@ -89,7 +89,7 @@ def test_an_aborted_prefill_leg_keeps_what_a_peer_may_be_reading() -> None:
     assert rig.scheduler.make_stats().leased_blocks == 0
 
 
-def test_a_prefill_leg_is_never_preempted(rig: EngineRig) -> None:
+def test_a_prefill_leg_is_never_preempted() -> None:
     """A peer may be reading its blocks, so the request before it is preempted instead."""
     rig = EngineRig(num_blocks=11, max_num_batched_tokens=4, max_num_seqs=3)
     rig.begin("stream", 3, max_tokens=30)
@@ -146,6 +146,7 @@ def test_only_blocks_that_are_not_cached_are_loaded_and_always_the_last(
     rig.begin("d", prompt, leg=Leg.DECODE, max_tokens=3)
     load = rig.connector.loads["d"]
     assert (load.num_local_tokens, load.num_external_tokens) == (local, num_tokens - local)
+    assert load.block_ids[: local // 4] == tuple(range(1, 1 + local // 4)), "the cached blocks come first"
     rig.complete_transfer("d")
     rig.run_right("d")
     assert (rig.ends["d"].num_cached_tokens, rig.ends["d"].num_external_tokens) == (local, num_tokens - local)
@@ -271,14 +272,17 @@ def test_kv_that_arrives_without_a_first_token_fails_the_request() -> None:
 
 
 @pytest.mark.parametrize(("policy", "outcome"), [("reroute", Outcome.KV_LOST), ("fail", Outcome.ERROR)])
-@pytest.mark.parametrize("quarantine", [True, False])
+@pytest.mark.parametrize(
+    ("quarantine", "cause", "why"),
+    [(True, TransferCause.PEER_GONE, "peer gone"), (False, TransferCause.DIGEST_MISMATCH, "block 3")],
+)
 def test_a_failed_transfer_ends_its_request_with_the_reason_and_keeps_nothing_that_arrived(
-    policy: str, outcome: Outcome, quarantine: bool
+    policy: str, outcome: Outcome, quarantine: bool, cause: TransferCause, why: str
 ) -> None:
     rig = EngineRig(connector=FakeConnector(quarantine=quarantine), on_transfer_failure=policy)
     rig.begin("d", 20, leg=Leg.DECODE)
-    (end,) = rig.fail_transfer("d", 3)
-    assert (end.outcome, end.error, end.transfer_cause) == (outcome, "peer gone", TransferCause.PEER_GONE)
+    (end,) = rig.fail_transfer("d", 3, cause, why)
+    assert (end.outcome, end.error, end.transfer_cause) == (outcome, why, cause)
     assert rig.scheduler.make_stats().quarantined_blocks == (5 if quarantine else 0)
     assert not rig.scheduler.kv_cache_manager.pool.num_cached_blocks
     assert not rig.core.has_work()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import pytest
@@ -190,22 +190,49 @@ def test_a_pair_is_probed_once(rig: Rig) -> None:
 # What fails.
 
 
-FAULTS: dict[str, tuple[Callable[[Rig, ReadProbe], list[ProbeEffect]], ProbeFault, str]] = {
-    "other bytes": (lambda rig, read: rig.end(read, OTHER), ProbeFault.WRONG_BYTES, "other bytes arrived"),
-    "the bytes that were there": (lambda rig, read: rig.end(read, BEFORE), ProbeFault.WRONG_BYTES, "brought nothing"),
-    "no bytes": (lambda rig, read: rig.tick(5), ProbeFault.TIMED_OUT, "did not arrive within 5 s"),
-    "a stall": (lambda rig, read: rig.probes.read_stalled(read.read_id, "a stall"), ProbeFault.TIMED_OUT, "a stall"),
-    "a refusal": (
+@dataclass(frozen=True)
+class ReadFault:
+    """What a read brings instead of the bytes, and what comes of it."""
+
+    brings: Callable[[Rig, ReadProbe], list[ProbeEffect]]
+    fault: ProbeFault
+    words: str
+    digest: int = 0
+    """The digest that the sender is told; 0 where none was computed."""
+    abandons: bool = False
+    """Whether the read is still in flight, and is given up."""
+
+
+FAULTS = {
+    "other bytes": ReadFault(
+        lambda rig, read: rig.end(read, OTHER), ProbeFault.WRONG_BYTES, "other bytes arrived", digest=OTHER
+    ),
+    "the bytes that were there": ReadFault(
+        lambda rig, read: rig.end(read, BEFORE), ProbeFault.WRONG_BYTES, "brought nothing", digest=BEFORE
+    ),
+    "no bytes": ReadFault(
+        lambda rig, read: rig.tick(5),
+        ProbeFault.TIMED_OUT,
+        "did not arrive within 5 s",
+        abandons=True,
+    ),
+    "a stall": ReadFault(
+        lambda rig, read: rig.probes.read_stalled(read.read_id, "a stall"),
+        ProbeFault.TIMED_OUT,
+        "a stall",
+        abandons=True,
+    ),
+    "a refusal": ReadFault(
         lambda rig, read: rig.probes.read_failed(read.read_id, TransferCause.REFUSED, "NIXL refused"),
         ProbeFault.READ_FAILED,
         "NIXL refused",
     ),
-    "a closed data port": (
+    "a closed data port": ReadFault(
         lambda rig, read: rig.probes.read_failed(read.read_id, TransferCause.PEER_GONE, "disconnected"),
         ProbeFault.READ_FAILED,
         "disconnected",
     ),
-    "no digest": (
+    "no digest": ReadFault(
         lambda rig, read: [*rig.probes.read_done(read.read_id), *rig.probes.failed(read.read_id, "no digest")],
         ProbeFault.READ_FAILED,
         "no digest",
@@ -213,24 +240,28 @@ FAULTS: dict[str, tuple[Callable[[Rig, ReadProbe], list[ProbeEffect]], ProbeFaul
 }
 
 
-@pytest.mark.parametrize(("brings", "fault", "words"), FAULTS.values(), ids=FAULTS)
-def test_a_read_that_brings_anything_else_fails_the_probe(
-    rig: Rig, brings: Callable[[Rig, ReadProbe], list[ProbeEffect]], fault: ProbeFault, words: str
-) -> None:
+@pytest.mark.parametrize("case", FAULTS.values(), ids=FAULTS)
+def test_a_read_that_brings_anything_else_fails_the_probe(rig: Rig, case: ReadFault) -> None:
     read = rig.start()
-    effects = brings(rig, read)
-    assert (AbandonRead(read.read_id) in effects) == (words == "did not arrive within 5 s" or words == "a stall")
+    effects = case.brings(rig, read)
+    assert (AbandonRead(read.read_id) in effects) == case.abandons
     told = result(effects)
-    assert (told.fault, words in told.detail) == (fault, True)
+    assert (told.fault, told.digest, case.words in told.detail) == (case.fault, case.digest, True)
     # The condition is there when the sender has ended the link.
     assert only(ReportFailure, rig.sender_ends_link()).count == 1
     (failed,) = rig.probes.failures()
-    assert (failed.peer, failed.fault, failed.count) == ("p0", fault, 1)
+    assert (failed.peer, failed.fault, failed.count) == ("p0", case.fault, 1)
     assert "d0 could not read known bytes of p0 (p0.x)" in failed.detail
     objection = rig.probes.objection("p0.x")
     assert objection is not None
     assert objection.cause is TransferCause.PROBE_FAILED
     assert rig.probes.objection("p1.x") is None
+
+
+def test_a_read_of_which_nothing_arrives_is_not_given_up_before_its_time(rig: Rig) -> None:
+    rig.start()
+    assert rig.tick(4) == []
+    assert result(rig.tick()).fault is ProbeFault.TIMED_OUT
 
 
 @pytest.mark.parametrize("connected", [True, False])

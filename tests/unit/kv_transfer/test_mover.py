@@ -1,6 +1,7 @@
 """The mover over the in-process fake: the order of reads, their answers, and which reads may still write.
 
-What all movers have in common, as a node uses them, is in tests/contract/test_parts_movers.py.
+Faults of the transport are met by a mover alone, and by a node's mover of parts that has it as its only part. What all
+movers have in common, as a node uses them, is in tests/contract/test_parts_movers.py.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from baton.runner.blocks.block_digests import BlockDigests, block_digests
 from baton.runner.blocks.known_bytes import FillBlock, known_bytes
 from baton.runner.blocks.sub_blocks import WHOLE, Division
 from kv_transfer.backends.base import BadRange, PeerGone, PeerMemory, ReadHandle, ReadState, ReadStuck
+from kv_transfer.layout import PeerNode
 from kv_transfer.mover.agent_reads import LONGEST_PAUSE_S, READER_PUMP_S, SHORTEST_PAUSE_S, STUCK_AFTER_S, pause
 from kv_transfer.mover.mover import STOP_WITHIN_S, Mover
 from kv_transfer.mover.part_mover import (
@@ -38,7 +40,7 @@ from kv_transfer.mover.part_mover import (
     ReadFailed,
     ReadStalled,
 )
-from kv_transfer.mover.parts_mover import PartsMover
+from kv_transfer.mover.parts_mover import OwnPart, PartsMover
 from kv_transfer.mover.pieces import MAX_PROBE_INTERVAL_S, WindowLimits
 from kv_transfer.piece_plan import ReadRange
 from tests.doubles.fake_clock import FakeClock
@@ -100,8 +102,18 @@ class WatchedBackend(FakeTransferBackend):
         self.closed = True
 
 
+class OnlyPart(PartsMover):
+    """A node's mover of parts with one part, whose peers have one part each."""
+
+    def __init__(self, make_mover: Callable[[DeliverEvent], Mover], deliver: DeliverEvent) -> None:
+        super().__init__(None, [OwnPart(range(1), make_mover)], deliver)
+
+    def connect(self, peer: PeerMemory | PeerNode) -> None:
+        super().connect(PeerNode.of(peer) if isinstance(peer, PeerMemory) else peer)
+
+
 class Bench:
-    """A mover, the fabric it reads over, and its events."""
+    """A mover, alone or as a node's only part, the fabric it reads over, and its events."""
 
     def __init__(
         self,
@@ -109,6 +121,7 @@ class Bench:
         clock: Clock | None = None,
         deliver: DeliverEvent | None = None,
         digests: BlockDigests | None = None,
+        in_parts: bool = False,
     ) -> None:
         self.fabric = FakeTransferFabric()
         self.local, _ = new_memory(NUM_BLOCKS, BLOCK_BYTES)
@@ -116,7 +129,12 @@ class Bench:
         self.backend = WatchedBackend(self.fabric, "receiver", self.local)
         self.faulty = FaultyTransferBackend(self.backend, faults)
         backend = self.faulty if faults else self.backend
-        self.mover = Mover(lambda: backend, deliver or self.events.put, clock or SystemClock(), SMALL, digests)
+
+        def make(deliver: DeliverEvent) -> Mover:
+            return Mover(lambda: backend, deliver, clock or SystemClock(), SMALL, digests)
+
+        deliver = deliver or self.events.put
+        self.mover: Mover | OnlyPart = OnlyPart(make, deliver) if in_parts else make(deliver)
 
     def add_sender(self, name: str) -> PeerMemory:
         memory, buffer = new_memory(NUM_BLOCKS, BLOCK_BYTES)
@@ -166,6 +184,11 @@ def start() -> Iterator[Callable[..., Bench]]:
             if bench.fabric.find(name):
                 bench.fabric.thaw(name)
         bench.mover.stop()
+
+
+@pytest.fixture(params=[False, True], ids=["alone", "in-parts"])
+def in_parts(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
 
 
 @pytest.fixture
@@ -246,7 +269,8 @@ def test_ranges_that_do_not_fit_are_refused_as_a_whole(bench: Bench) -> None:
     assert bench.backend.posted == []
 
 
-def test_a_refused_post_fails_its_read_and_holds_up_no_other(bench: Bench) -> None:
+def test_a_refused_post_fails_its_read_and_holds_up_no_other(start: Callable[..., Bench], in_parts: bool) -> None:
+    bench = start(in_parts=in_parts)
     peer = bench.attach()
     bench.backend.refuse_posts = 1
     bench.mover.read(1, "sender", [ReadRange(0, 0, 8)])
@@ -428,8 +452,8 @@ def test_a_read_that_may_still_write_is_over_when_its_peer_is_gone(probed: str) 
 # Faults of the transport
 
 
-def test_a_disconnect_in_the_middle_fails_the_read_once(start: Callable[..., Bench]) -> None:
-    bench = start(Faults(disconnect=1.0))
+def test_a_disconnect_in_the_middle_fails_the_read_once(start: Callable[..., Bench], in_parts: bool) -> None:
+    bench = start(Faults(disconnect=1.0), in_parts=in_parts)
     peer = bench.attach()
     bench.mover.read(1, "sender", [ReadRange(0, 0, 40)])
     assert bench.events.failure() == (1, TransferCause.PEER_GONE)
@@ -437,8 +461,8 @@ def test_a_disconnect_in_the_middle_fails_the_read_once(start: Callable[..., Ben
     assert bench.events.empty()
 
 
-def test_slow_reads_arrive_whole(start: Callable[..., Bench]) -> None:
-    bench = start(Faults(delay=1.0, slow=1.0, late=1.0, duplicate=1.0))
+def test_slow_reads_arrive_whole(start: Callable[..., Bench], in_parts: bool) -> None:
+    bench = start(Faults(delay=1.0, slow=1.0, late=1.0, duplicate=1.0), in_parts=in_parts)
     bench.attach()
     bench.mover.read(1, "sender", [ReadRange(0, 0, 40)])
     bench.events.next_of(ReadDone)
@@ -446,17 +470,19 @@ def test_slow_reads_arrive_whole(start: Callable[..., Bench]) -> None:
     assert bench.events.empty()
 
 
-@pytest.mark.parametrize("faults", [Faults(drop=1.0), Faults(corrupt=1.0)])
-def test_a_read_with_silent_damage_is_reported_done(start: Callable[..., Bench], faults: Faults) -> None:
-    bench = start(faults)
+@pytest.mark.parametrize("damage", [Faults(drop=1.0), Faults(corrupt=1.0)])
+def test_a_read_with_silent_damage_is_reported_done(
+    start: Callable[..., Bench], in_parts: bool, damage: Faults
+) -> None:
+    bench = start(damage, in_parts=in_parts)
     bench.attach()
     bench.mover.read(1, "sender", [ReadRange(0, 0, 4)])
     bench.events.next_of(ReadDone)
     assert [bench.block(i) == pattern(i, 1, BLOCK_BYTES) for i in range(4)].count(False) == 1
 
 
-def test_a_stalled_read_is_counted_and_writes_late(start: Callable[..., Bench]) -> None:
-    bench = start(Faults(stall=1.0))
+def test_a_stalled_read_is_counted_and_writes_late(start: Callable[..., Bench], in_parts: bool) -> None:
+    bench = start(Faults(stall=1.0), in_parts=in_parts)
     bench.attach()
     bench.mover.read(1, "sender", [ReadRange(0, 0, 4)])
     wait_until(lambda: bench.mover.figures.stuck_reads == 1)

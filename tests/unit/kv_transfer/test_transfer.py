@@ -57,6 +57,7 @@ from tests.support.conversation import lines, numbers, read_cases, replay, told
 A = AttemptKey("a", 1)
 SOURCE = Peer("p0", "p0.x", "host:1")
 OTHER = Peer("p1", "p1.x", "host:2")
+PEERS = {peer.node_id: peer for peer in (SOURCE, OTHER)}
 PLAN = TransferPlan(A, SOURCE, 18, (40, 41, 42, 43, 10), 0)
 CLOSING = Closing(18, (7,), False)
 DIGESTS = (50, 60, 70, 200, 210)
@@ -75,21 +76,25 @@ class Reader:
         match line.split():
             case ["from", incarnation, kind, name, *words]:
                 return told(self.book.received(incarnation, self.message(kind, name, words)))
-            case ["expect", name, *other]:
-                return told(self.book.expect(AttemptKey(name, 1), OTHER if other else SOURCE))
+            case ["expect", name]:
+                return told(self.book.expect(AttemptKey(name, 1), SOURCE))
+            case ["expect", name, source]:
+                return told(self.book.expect(AttemptKey(name, 1), PEERS[source]))
             case ["plan", name, *words]:
                 return told(self.book.plan(self.plan(name, words)))
-            case ["refuse", _, cause]:
-                return told(self.book.refuse_waiting("p0.x", TransferCause(cause), "no probe block is left"))
-            case ["opens", _]:
-                return told(self.book.open(SOURCE))
+            case ["refuse", source, cause]:
+                waits_for = PEERS[source].incarnation
+                return told(self.book.refuse_waiting(waits_for, TransferCause(cause), "no probe block is left"))
+            case ["opens", source]:
+                return told(self.book.open(PEERS[source]))
             case ["ended", name]:
                 return told(self.book.ended(AttemptKey(name, 1)))
             case ["abandon", name]:
                 return told(self.book.abandon(AttemptKey(name, 1)))
-            case ["ready", *sizes]:
-                block_map = BlockMap(int(sizes[3]), int(sizes[5])) if sizes else None
-                return told(self.book.peer_ready("p0.x", 100, block_map))
+            case ["ready"]:
+                return told(self.book.peer_ready("p0.x", 100, None))
+            case ["ready", "with", "blocks", "of", theirs, "for", ours]:
+                return told(self.book.peer_ready("p0.x", 100, BlockMap(int(theirs), int(ours))))
             case ["cut", cause]:
                 return told(self.book.peer_lost("p0.x", TransferCause(cause), "cut"))
             case ["reopen"]:
@@ -105,19 +110,24 @@ class Reader:
                 return told(self.book.digested(int(read), digests))
             case ["undigested", read]:
                 return told(self.book.digests_failed(int(read), "no memory"))
-            case [kind, name, *words] if kind != "state":
-                return told(self.book.received("p0.x", self.message(kind, name, words)))
-            case _:
+            case ["state" | "counts" | "counters" | "failures" | "awaits", *_]:
                 return [self.shown(line)]
+            case [kind, name, *words]:
+                return told(self.book.received("p0.x", self.message(kind, name, words)))
+        raise ValueError(line)
 
     def plan(self, name: str, words: list[str]) -> TransferPlan:
         source, first = SOURCE, 0
-        if words[:1] == ["p1"]:
-            source, words = OTHER, words[1:]
+        if words and words[0] in PEERS:
+            source, words = PEERS[words[0]], words[1:]
         if "from" in words:
             at = words.index("from")
             first, words = int(words[at + 1]), words[:at] + words[at + 2 :]
-        blocks, self.num_tokens[name] = (numbers(words[:-3]), int(words[-2])) if words else (PLAN.block_ids, 18)
+        blocks, self.num_tokens[name] = PLAN.block_ids, 18
+        if words:
+            *block_ids, of, num_tokens, unit = words
+            assert (of, unit) == ("of", "tokens"), words
+            blocks, self.num_tokens[name] = numbers(block_ids), int(num_tokens)
         return TransferPlan(AttemptKey(name, 1), source, self.num_tokens[name], blocks, first)
 
     def message(self, kind: str, name: str, words: list[str]) -> OfferMessage:
@@ -126,15 +136,19 @@ class Reader:
             case "begun":
                 return Begun(attempt)
             case "offer" | "close":
-                blocks = numbers(words[: words.index("digests")] if "digests" in words else words)
-                parts = int(words[-1]) if "in" in words else 1
+                parts = 1
+                if words[-2:-1] == ["in"]:
+                    words, parts = words[:-2], int(words[-1])
+                digested = words[-1] == "digests"
+                first, *blocks = numbers(words[:-1] if digested else words)
                 closing = Closing(self.num_tokens[name], (7,), False) if kind == "close" else None
-                return Offer(attempt, blocks[0], blocks[1:], 1000, closing, int("digests" in words), parts)
+                return Offer(attempt, first, tuple(blocks), 1000, closing, int(digested), parts)
             case "lost":
-                return OfferLost(attempt, words[0])
+                (why,) = words
+                return OfferLost(attempt, why)
             case "held":
                 return ReadConfirmed(attempt, True, numbers(words))
-            case "denied":
+            case "denied" if not words:
                 return ReadConfirmed(attempt, False)
             case "part":
                 first, *digests = numbers(words)

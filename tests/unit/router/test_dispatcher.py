@@ -116,6 +116,20 @@ async def test_a_stop_token_is_returned_without_its_text() -> None:
         assert (finished.finish_reason, finished.stop_reason) == ("stop", 33)
 
 
+async def test_a_request_is_retried_when_its_prefill_node_dies_before_the_first_token() -> None:
+    async with router_rig(prefill("p1"), decode("d1"), prefill("p2")) as rig:
+        reader, first = await start_pair(rig, max_tokens=2)
+        rig.nodes["p1"].die()
+        assert (await rig.next_abort("d1")).attempt == first
+        second = (await rig.next_submit("p2")).attempt
+        assert second == first._replace(attempt=2)
+        assert (await rig.next_submit("d1")).kv_source == rig.nodes["p2"].description.as_peer
+        # What the decode node still tells of the first attempt changes nothing.
+        rig.report("d1", first, 1, "?", Outcome.KV_LOST)
+        path = (await rig.finish(reader, second, "ab", prefill="p2")).path
+        assert (reader.text, path.attempts, path.prefill_node) == ("ab", 2, "p2")
+
+
 async def test_a_reused_request_id_starts_another_flight() -> None:
     async with router_rig(prefill("p1"), decode("d1")) as rig:
         reader, first = await start_pair(rig, request_id="mine", max_tokens=2)

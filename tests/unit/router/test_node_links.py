@@ -108,11 +108,13 @@ class Rig:
 async def linked(*nodes: NodeDescription, is_attached: bool = True) -> AsyncIterator[Rig]:
     """Yield a rig whose first node, d1 if none is given, is registered and attached; nothing is left at its end."""
     rig = Rig(*(nodes or (decode(),)))
-    if is_attached:
-        rig.links.update([record_of(rig.node.description)])
-        await rig.hears(("attached", rig.node.incarnation))
-    yield rig
-    await rig.close()
+    try:
+        if is_attached:
+            rig.links.update([record_of(rig.node.description)])
+            await rig.hears(("attached", rig.node.incarnation))
+        yield rig
+    finally:
+        await rig.close()
 
 
 RESET = "node d1 is gone: connection reset"

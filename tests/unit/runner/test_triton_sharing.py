@@ -207,10 +207,9 @@ def test_sequences_without_a_row_share(module: ModuleType, fours: tuple[Step, to
 
 
 def test_steps_whose_sums_take_too_much_memory_do_not_share(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, fours: tuple[Step, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = Step(KINDS["groups of 4"], PAIR)
-    expected = step.attend(module)
+    step, expected = fours
     monkeypatch.setattr(module, "_MOST_PARTIAL_SUMS", 0)
     monkeypatch.delattr(module, "_merge_splits")
     assert torch.equal(step.attend(module, step.find()), expected)

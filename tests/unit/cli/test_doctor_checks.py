@@ -59,7 +59,7 @@ BROKEN_MODEL = ModelFacts("m", "broken")
 SLOW_MODEL = replace(HEALTHY_MODEL, compute_paths=[("decoder", "transformers' loop", "GPT2 has no part model")])
 PADDED_MODEL = replace(HEALTHY_MODEL, bit_exact=False, bit_exact_reason="its rope")
 EVICTING = ServerMemory(MIB, 256 * MIB, "allkeys-lru")
-EVICTS = "allkeys-lru, 1.0 MiB of 256.0 MiB used: a full Redis evicts the records of running nodes"
+EVICTS = "maxmemory-policy allkeys-lru, 1.0 MiB of 256.0 MiB used: a full Redis evicts the records of running nodes"
 MUCH_PER_NODE = {"available_memory": 4 * GIB, "cores": 8, "shape": NodeShape(tp=4)}
 PROBLEMS: Mapping[Level, Sequence[tuple[dict[str, Any], str, str, str]]] = {
     Level.WARNING: [
@@ -71,7 +71,7 @@ PROBLEMS: Mapping[Level, Sequence[tuple[dict[str, Any], str, str, str]]] = {
         (
             {"registry": ServerMemory(250 * MIB, 256 * MIB, "noeviction")},
             "registry",
-            "250.0 MiB of 256",
+            "maxmemory-policy noeviction, 250.0 MiB of 256.0 MiB used",
             "raise maxmemory",
         ),
         ({"native_bfloat16": False}, "bfloat16", "float32 is the default", "processor"),

@@ -141,13 +141,13 @@ class SoakLoad:
         )
         weights = [weight for _, weight, _ in kinds]
         while not self._over.is_set():
-            (kind, _, send), router = rng.choices(kinds, weights)[0], rng.randrange(len(self._requests))
+            (kind, _, send), index = rng.choices(kinds, weights)[0], rng.randrange(len(self._requests))
             tenant = rng.choice(self._tenants)
             salt = f"{rng.getrandbits(64):x}" if rng.random() < OWN_SALT_SHARE else ""
-            request = replace(self._requests[router], request_id=new_request_id(rng), cache_salt=salt)
+            request = replace(self._requests[index], request_id=new_request_id(rng), cache_salt=salt)
             try:
                 async with asyncio.timeout(ANSWER_S):
-                    await self._send_until_reached(partial(send, tenant, request, self._expected[router], rng))
+                    await self._send_until_reached(partial(send, tenant, request, self._expected[index], rng))
                 self.results.ended[kind] += 1
             except QuotaExceeded as error:
                 self._count_refusal(tenant, f"{kind}, {request.request_id}: {error}")

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,12 +44,13 @@ _DEFAULTS = {
     "UCX_TCP_USER_TIMEOUT": "30s",
 }
 """Environment variables that are set where the environment does not."""
-_HOST_DEFAULTS = {
-    # To keep what it registers for reads, UCX would watch all that a process allocates, which takes a fifth of a second
-    # to set up. Here memory is registered once; with a GPU the watch also says which memory is whose.
-    "UCX_MEM_EVENTS": "n",
-}
-"""The same, for a process whose KV memory is the host's."""
+_HOST_DEFAULTS = {"UCX_MEM_EVENTS": "n"}
+"""The same, for KV in the memory of a host without RDMA.
+
+To keep what it registers, UCX would watch all that a process allocates, which takes a fifth of a second to set up. TCP
+and shared memory register nothing.
+"""
+_RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 @dataclass(slots=True)
@@ -72,6 +74,12 @@ class _Read:
         return self.state is not ReadState.DONE and not isinstance(self.failure, PeerGone)
 
 
+def ucx_defaults(kind: str, rdma_devices: Path = _RDMA_DEVICES) -> Mapping[str, str]:
+    """Environment variables for KV in this kind of memory, where the environment has none."""
+    has_rdma = rdma_devices.is_dir() and any(rdma_devices.iterdir())
+    return _DEFAULTS if has_rdma or kind != "DRAM" else _DEFAULTS | _HOST_DEFAULTS
+
+
 class NixlBackend:
     """A NIXL agent named after this node's incarnation, with the whole KV memory registered once."""
 
@@ -86,7 +94,7 @@ class NixlBackend:
         self._peers: dict[str, _Peer] = {}
         self._reads: dict[ReadHandle, _Read] = {}
         self._last_handle = 0
-        api, self._errors = _load_nixl(_DEFAULTS | (_HOST_DEFAULTS if memory.kind == "DRAM" else {}))
+        api, self._errors = _load_nixl(ucx_defaults(memory.kind))
         config = api.nixl_agent_config(enable_prog_thread=False, enable_listen_thread=False, backends=[_UCX])
         try:
             self._agent = api.nixl_agent(incarnation, config)

@@ -96,9 +96,17 @@ async def test_tokens_through_nodes_that_are_divided_in_different_ways(
         assert answer.end.kv_bytes > 0
 
 
+def by_the_leader(stages: FakeStages) -> None:
+    stages.declare_lost("ended by a test")
+
+
+def by_the_stage(stages: FakeStages) -> None:
+    stages.workers[0].cut()
+
+
 @pytest.mark.parametrize(
     ("transport", "lose"),
-    [("tcp", lambda stages: stages.lose("ended by a test")), ("default", lambda stages: stages.workers[0].stop())],
+    [("tcp", by_the_leader), ("default", by_the_stage)],
     indirect=["transport"],
     ids=["by the leader", "by the stage"],
 )

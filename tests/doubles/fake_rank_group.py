@@ -13,7 +13,7 @@ from baton.runner.stage_spec import StageSpec
 
 
 class FakeRankGroup:
-    """Stands for `RankGroup`: its ranks are threads, which can be lost only by `lose`."""
+    """Stands for `RankGroup`: its ranks are threads, which can be lost only by `declare_lost`."""
 
     def __init__(self, spec: StageSpec, files: SharedFiles, abort: Callable[[], None]) -> None:
         # Ranks that are threads wait for the interpreter's lock, which a spinning rank does not need.

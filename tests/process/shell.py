@@ -80,22 +80,27 @@ class Shell:
         return BatonProcess([str(word) for word in words], self.environment, cwd=self.home, **settings)
 
     @contextmanager
-    def up(self, *words: object, run_dir: Path | None = None) -> Iterator[ClusterState]:
+    def up(self, *words: object, run_dir: Path | None = None, log: Path | None = None) -> Iterator[ClusterState]:
         """Run `baton up` in the foreground, all of whose processes are forked; the test has to end it.
 
-        `--detach` leaves its fork server behind: its processes would start as programs.
+        `--detach` leaves its fork server behind: its processes would start as programs. `log`: what it prints.
         """
         place = self.home / "baton" if run_dir is None else run_dir
         command = ("up", *words, "--run-dir", place, "-o", "json")
-        with self.start(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as supervisor, ExitStack() as stack:
+        log = self.home / "up.log" if log is None else log
+        with (
+            log.open("wb") as printed,
+            self.start(*command, stdout=subprocess.PIPE, stderr=printed) as supervisor,
+            ExitStack() as stack,
+        ):
             stack.callback(supervisor.kill)
             assert supervisor.stdout is not None
-            assert supervisor.stderr is not None
-            assert supervisor.stdout.readline(), supervisor.stderr.read().decode()
+            assert supervisor.stdout.readline(), log.read_text()
             state = RunDir(place).read_state()
             assert state is not None
             yield state
-            supervisor.wait(BOUND_S)
+            # Negative if the test has killed it.
+            assert supervisor.wait(BOUND_S) <= 0, log.read_text()
 
     def remaining_processes(self) -> dict[int, str]:
         """Return the command lines of all processes that were started here and still run, by process id."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.process.shell import ROOT, Shell, refusal
+from tests.process.shell import BOUND_S, ROOT, Shell, refusal
 from tests.support.gguf_models import random_module, write_module
 
 
@@ -21,7 +22,8 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_gguf_file_is_served_and_chats(shell: Shell, tmp_path: Path, gguf_file: Path) -> None:
     shell.environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
     words = ("up", "--model", gguf_file, "--grpc-port", 0, "--kv-cache-memory", "16MiB")
-    with shell.start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as up:
+    with shell.start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as up, ExitStack() as stack:
+        stack.callback(up.kill)
         assert up.stdout is not None
         assert up.stderr is not None
         shown = b""
@@ -30,7 +32,8 @@ def test_a_gguf_file_is_served_and_chats(shell: Shell, tmp_path: Path, gguf_file
             assert line, up.stderr.read().decode()
             shown += line
         asked = [shell.baton("chat", "--max-tokens", 8, "--temperature", 0, input="the answer\n") for _ in range(2)]
-        shell.baton("down")
+        assert shell.baton("down").returncode == 0
+        assert up.wait(BOUND_S) == 0
         assert b"Converting tiny.gguf" in up.stderr.read()
     assert b"\ntiny is served on " in shown
     assert b"baton chat\n" in shown

@@ -144,7 +144,7 @@ async def mini_cluster(
 ) -> AsyncIterator[MiniCluster]:
     """Start router and nodes; `make_runner(node_id)` gives each node its model. Everything has ended on exit.
 
-    `token_ids_only`: the models have no files, and what the router reads of them is written to `model_dir`.
+    `token_ids_only`: no text is sent; of models without files, what the router reads is written to `model_dir`.
     """
     store = FakeRegistryStore()
     cluster = MiniCluster(store)
@@ -153,7 +153,7 @@ async def mini_cluster(
 
         async def start_node(name: str) -> ModelRunner:
             runner = make_runner(name)
-            if token_ids_only:
+            if token_ids_only and not (model_dir / "config.json").exists():
                 simulated_model_dir(model_dir, runner.model.vocab_size, runner.model.max_model_len)
             cluster.nodes[name] = await _start_node(stack, store, name, runner, model_dir, node_settings)
             return runner

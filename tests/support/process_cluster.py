@@ -66,7 +66,7 @@ class ProcessCluster:
             finally:
                 stopped = self.baton("down", "--timeout", "60", "--force")
                 assert stopped.returncode == 0, stopped.stderr
-                supervisor.wait(BOUND_S)
+                assert supervisor.wait(BOUND_S) <= 0, self.log.read_text()
 
     @property
     def run_dir(self) -> Path:

@@ -25,7 +25,7 @@ FIELDS: Mapping[str, str] = {
     "input": "A text or a list: to embed, texts or token ids; to answer, messages and calls. Of a call: its arguments.",
     "instructions": "The system prompt of this response alone.",
     "previous_response_id": "Name of a stored response, whose conversation goes on.",
-    "file": "The recording: WAV, FLAC, MP3 or OGG (Vorbis, Opus); M4A, MP4, WebM or Matroska if FFmpeg is installed.",
+    "file": "The recording: WAV, FLAC, MP3 or OGG (Vorbis, Opus); M4A, MP4, WebM or Matroska with baton-serve[audio].",
     "language": "Code of the language that is spoken, such as en; left out, the model finds it out.",
     "timestamp_granularities[]": "What has times in verbose_json: segment, word, or both.",
     "chunking_strategy": f"How a recording is divided. {_ONE_VALUE}",
@@ -75,7 +75,7 @@ FIELDS: Mapping[str, str] = {
     "signature": "Accepted; not checked.",
     "data": "Accepted; left out of the prompt.",
     # How tokens are drawn
-    "temperature": "How random tokens are; 0: always the most likely. Default: the model's own, else 1; of speech 0.",
+    "temperature": "How random tokens are; 0: the most likely. Default: the model's own, else 1; of a recording 0.",
     "top_p": "Only the most likely tokens with this probability together are drawn.",
     "top_k": "Only so many of the most likely tokens are drawn; -1 or 0: all.",
     "min_p": "Only tokens with at least this share of the most likely token's probability are drawn.",

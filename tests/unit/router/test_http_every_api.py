@@ -7,34 +7,68 @@ from typing import Any
 import pytest
 
 from baton.errors import DeadlineExceeded, Draining, EngineFault, InvalidRequest, QueueFull, QuotaExceeded
-from tests.support.http_rig import CHATS, COMPLETIONS, EMBEDDINGS, HELLO, MESSAGES, RESPONSES, HttpRig, chunk, vector
+from baton.messages.generation import GenerateEvent, ModelCard
+from tests.support.http_rig import (
+    CARD,
+    CHATS,
+    COMPLETIONS,
+    CROSS,
+    EMBEDDINGS,
+    HELLO,
+    MESSAGES,
+    RESPONSES,
+    STREAM,
+    HttpRig,
+    chunk,
+    vector,
+)
 from tests.support.router_parts import MODEL
 
+RERANK = "/rerank"
 COMPLETION: dict[str, Any] = {"prompt": "ab"}
+TWO_COMPLETIONS: dict[str, Any] = {"prompt": ["a", "b"]}
 RESPONSE: dict[str, Any] = {"model": MODEL, "input": "hi"}
 MESSAGE: dict[str, Any] = {"model": MODEL, "max_tokens": 5, **HELLO}
-TWO_INPUTS: dict[str, Any] = {"input": ["a", "b"]}
 RANKED: dict[str, Any] = {"query": "q", "documents": ["a", "b"]}
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, COMPLETION), (RESPONSES, RESPONSE)])
 @pytest.mark.parametrize(
-    ("error", "status", "kind", "headers"),
+    ("error", "status", "kind", "code", "headers"),
     [
-        (InvalidRequest("prompt", "is bad"), 400, "invalid_request_error", {}),
-        (DeadlineExceeded("late"), 504, "timeout_error", {"x-should-retry": "false"}),
-        (EngineFault("NaN"), 500, "server_error", {"x-should-retry": "false"}),
-        (QuotaExceeded("2 run", 0.5), 429, "rate_limit_error", {"retry-after": "1", "x-should-retry": "true"}),
-        (QueueFull("no room", 2.5), 503, "overloaded_error", {"retry-after": "3", "retry-after-ms": "2500"}),
-        (Draining("bye"), 503, "overloaded_error", {"retry-after": "1", "x-should-retry": "true"}),
+        (InvalidRequest("prompt", "is bad"), 400, "invalid_request_error", None, {}),
+        (DeadlineExceeded("late"), 504, "timeout_error", "deadline_exceeded", {"x-should-retry": "false"}),
+        (EngineFault("NaN"), 500, "server_error", "engine_fault", {"x-should-retry": "false"}),
+        (
+            QuotaExceeded("2 run", 0.5),
+            429,
+            "rate_limit_error",
+            "rate_limit_exceeded",
+            {"retry-after": "1", "x-should-retry": "true"},
+        ),
+        (
+            QueueFull("no room", 2.5),
+            503,
+            "overloaded_error",
+            "overloaded",
+            {"retry-after": "3", "retry-after-ms": "2500", "x-should-retry": "true"},
+        ),
+        (Draining("bye"), 503, "overloaded_error", "overloaded", {"retry-after": "1", "x-should-retry": "true"}),
     ],
 )
 async def test_an_error_before_the_first_token_is_an_http_status(
-    path: str, body: dict[str, Any], stream: bool, error: Exception, status: int, kind: str, headers: dict[str, str]
+    path: str,
+    body: dict[str, Any],
+    stream: bool,
+    error: Exception,
+    status: int,
+    kind: str,
+    code: str | None,
+    headers: dict[str, str],
 ) -> None:
     exchange = await HttpRig().answered(path, body | {"stream": stream}, error, headers={"x-request-id": "mine"})
-    assert (exchange.status, exchange.error["type"]) == (status, kind)
+    assert (exchange.status, exchange.error["type"], exchange.error["code"]) == (status, kind, code)
     assert headers.items() <= exchange.headers.items()
     assert exchange.headers["x-request-id"] == "mine"
 
@@ -69,28 +103,39 @@ async def test_another_model_is_not_found(path: str, body: dict[str, Any]) -> No
     assert (exchange.status, exchange.error["code"]) == (404, "model_not_found")
 
 
+FIRST = (chunk(0, "c"),)
+
+
 @pytest.mark.parametrize(
-    ("path", "body", "num_calls", "num_events"),
+    ("card", "path", "body", "num_calls", "told", "num_events"),
     [
-        (COMPLETIONS, COMPLETION, 1, 1),
-        (COMPLETIONS, {"prompt": ["a", "b"]}, 2, 1),
-        (RESPONSES, RESPONSE, 1, 5),
-        (MESSAGES, MESSAGE, 1, 4),
-        (EMBEDDINGS, TWO_INPUTS, 2, 0),
-        ("/rerank", RANKED, 2, 0),
+        (CARD, COMPLETIONS, COMPLETION, 1, FIRST, 0),
+        (CARD, COMPLETIONS, COMPLETION | STREAM, 1, FIRST, 1),
+        (CARD, COMPLETIONS, TWO_COMPLETIONS, 2, FIRST, 0),
+        (CARD, COMPLETIONS, TWO_COMPLETIONS | STREAM, 2, FIRST, 1),
+        (CARD, RESPONSES, RESPONSE, 1, FIRST, 0),
+        (CARD, RESPONSES, RESPONSE | STREAM, 1, FIRST, 5),
+        (CARD, MESSAGES, MESSAGE, 1, FIRST, 0),
+        (CARD, MESSAGES, MESSAGE | STREAM, 1, FIRST, 4),
+        (CARD, EMBEDDINGS, {"input": ["a", "b"]}, 2, (), 0),
+        (CARD, RERANK, RANKED, 3, (), 0),
+        (CROSS, RERANK, RANKED, 2, (), 0),
     ],
 )
-@pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_ends_its_requests(
-    path: str, body: dict[str, Any], num_calls: int, num_events: int, stream: bool
+    card: ModelCard,
+    path: str,
+    body: dict[str, Any],
+    num_calls: int,
+    told: tuple[GenerateEvent, ...],
+    num_events: int,
 ) -> None:
-    """`num_events`: those of a stream after its first chunk."""
-    rig = HttpRig()
-    exchange = rig.post(path, body | ({"stream": stream} if num_events else {}))
+    """`told`: what the core answers to the first request; `num_events`: how many events of a stream come of it."""
+    rig = HttpRig(card=card)
+    exchange = rig.post(path, body)
     calls = await rig.next_calls(num_calls)
-    if num_events:
-        calls[0].tell(chunk(0, "c"))
-        await exchange.wait_for_events(num_events if stream else 0)
+    calls[0].tell(*told)
+    await exchange.wait_for_events(num_events)
     exchange.disconnect()
     for call in calls:
         await call.is_closed.wait()
@@ -100,20 +145,27 @@ async def test_a_client_that_leaves_ends_its_requests(
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "names"),
-    [(EMBEDDINGS, {"input": ["a", "b", "c"]}, "input"), ("/rerank", RANKED | {"documents": ["a", "b"]}, "documents")],
+    ("card", "path", "body", "param"),
+    [
+        (CARD, EMBEDDINGS, {"input": ["a", "b", "c"]}, "input[1]"),
+        # /rerank embeds the query first, then the documents; a cross-encoder gets pairs of the query and a document.
+        (CARD, RERANK, RANKED, "documents[0]"),
+        (CROSS, RERANK, RANKED | {"documents": ["a", "b", "c"]}, "documents[1]"),
+    ],
 )
-@pytest.mark.parametrize(("error", "status"), [(InvalidRequest("prompt", "is bad"), 400), (EngineFault("broken"), 500)])
-async def test_one_failed_input_fails_the_call_and_ends_the_others(
-    path: str, body: dict[str, Any], names: str, error: Exception, status: int
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(InvalidRequest("prompt", "is bad"), 400), (QuotaExceeded("2 run"), 429), (EngineFault("broken"), 500)],
+)
+async def test_a_failed_input_fails_the_call_and_ends_the_others(
+    card: ModelCard, path: str, body: dict[str, Any], param: str, error: Exception, status: int
 ) -> None:
-    """Three inputs are sent at once; the texts of a cosine are embedded, too."""
-    rig = HttpRig()
+    """Three requests are sent at once, and the second fails. Only a bad request is the fault of an input."""
+    rig = HttpRig(card=card)
     exchange = rig.post(path, body)
     first, second, third = await rig.next_calls(3)
     first.tell(vector(1, 0))
     second.tell(error)
     await exchange.end()
-    bad = f"{names}[{1 if path == EMBEDDINGS else 0}]"
-    assert (exchange.status, exchange.error["param"]) == (status, bad if status == 400 else None)
+    assert (exchange.status, exchange.error["param"]) == (status, param if status == 400 else None)
     await third.is_closed.wait()

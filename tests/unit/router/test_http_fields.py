@@ -11,7 +11,18 @@ from baton.errors import EngineFault
 from baton.messages.generation import Chunk, SequenceFinished
 from baton.messages.sampling import TokenLogprobs
 from baton.text.constraints.structural_tags import lark_of_structural_tag
-from tests.support.http_rig import CARD, CHATS, COMPLETIONS, EMBEDDINGS, HELLO, HttpRig, chunk, finished, text_of
+from tests.support.http_rig import (
+    CARD,
+    CHATS,
+    COMPLETIONS,
+    EMBEDDINGS,
+    HELLO,
+    HttpRig,
+    chunk,
+    finished,
+    text_of,
+    vector,
+)
 
 RENDERED = "user: hi\nassistant:"
 SCHEMA: dict[str, object] = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -85,8 +96,11 @@ async def test_only_the_last_tokens_of_a_prompt_are_used(body: dict[str, object]
 
 
 async def test_only_the_last_tokens_of_an_input_are_embedded() -> None:
-    assert (await HttpRig().asked(EMBEDDINGS, {"input": "abc", "truncate_prompt_tokens": 2})).prompt == [98, 99]
-    assert (await HttpRig().asked(EMBEDDINGS, {"input": [1] * 70, "truncate_prompt_tokens": -1})).prompt == [1] * 64
+    for body, prompt in (
+        ({"input": "abc", "truncate_prompt_tokens": 2}, [98, 99]),
+        ({"input": [1] * 70, "truncate_prompt_tokens": -1}, [1] * 64),
+    ):
+        assert (await HttpRig().asked(EMBEDDINGS, body, end=vector(1, 0))).prompt == prompt
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,18 @@ from tests.support.http_rig import CHATS, COMPLETIONS, HELLO, STREAM, HttpRig, c
 from tests.support.router_parts import MODEL
 
 PROMPT: dict[str, object] = {"prompt": "ab"}
+USAGE = {
+    "prompt_tokens": 3,
+    "completion_tokens": 2,
+    "total_tokens": 5,
+    "prompt_tokens_details": {"cached_tokens": 1},
+    "completion_tokens_details": {
+        "reasoning_tokens": 0,
+        "accepted_prediction_tokens": 0,
+        "rejected_prediction_tokens": 0,
+    },
+}
+"""That of `finished`."""
 
 
 async def test_a_completion_is_returned_whole() -> None:
@@ -28,11 +40,18 @@ async def test_a_completion_is_returned_whole() -> None:
     await exchange.end()
     assert (exchange.status, exchange.headers["x-request-id"]) == (200, request.request_id)
     assert (exchange.headers["baton-seed"], exchange.headers["baton-prefill-node"]) == ("1", "p1")
-    # All of its fields are in tests/outside/http/completions.txt.
-    answer = exchange.json
-    assert (answer["id"], answer["model"], answer["created"]) == (f"cmpl-{request.request_id}", MODEL, 5)
-    assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("cde", "length")
-    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (3, 2)
+    # Literal like that of a chat below: a command writes the answers in tests/outside anew.
+    assert exchange.json == {
+        "id": f"cmpl-{request.request_id}",
+        "object": "text_completion",
+        "created": 5,
+        "model": MODEL,
+        "system_fingerprint": "fp_0123456789ab",
+        "choices": [
+            {"index": 0, "text": "cde", "logprobs": None, "finish_reason": "length", "stop_reason": None},
+        ],
+        "usage": USAGE,
+    }
 
 
 async def test_a_chat_uses_the_template_and_may_fill_the_models_length() -> None:
@@ -40,9 +59,18 @@ async def test_a_chat_uses_the_template_and_may_fill_the_models_length() -> None
     assert text_of(request.prompt) == "user: hi\nassistant:"
     assert request.max_tokens == 64 - len("user: hi\nassistant:")
     answer = await HttpRig().answered(CHATS, HELLO, chunk(0, "yo"), finished("stop"))
-    (choice,) = answer.json["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "yo", "refusal": None}
-    assert choice["finish_reason"] == "stop"
+    message = {"role": "assistant", "content": "yo", "refusal": None}
+    assert answer.json == {
+        "id": f"chatcmpl-{answer.headers['x-request-id']}",
+        "object": "chat.completion",
+        "created": 5,
+        "model": MODEL,
+        "system_fingerprint": "fp_0123456789ab",
+        "choices": [
+            {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop", "stop_reason": None},
+        ],
+        "usage": USAGE,
+    }
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])

@@ -15,10 +15,9 @@ from baton.messages.generation import Finished, ModelCard
 from baton.messages.pooling import ModelPooling, Pooling, PoolingRequest
 from baton.messages.request_limits import MAX_POOLED_TOKENS
 from tests.doubles.fake_tokenizer import FakeTokenizer
-from tests.support.http_rig import CARD, HttpRig, text_of, vector
+from tests.support.http_rig import CARD, CROSS, HttpRig, text_of, vector
 from tests.support.router_parts import MODEL
 
-CROSS = replace(CARD, pooling=ModelPooling(labels=("LABEL_0",), is_encoder=True, has_token_types=True))
 LABELS = replace(CARD, pooling=ModelPooling(labels=("spam", "ham"), generates=False))
 
 

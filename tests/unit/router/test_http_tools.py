@@ -258,40 +258,69 @@ async def test_reasoning_may_come_before_a_demanded_call() -> None:
 
 
 MANY_LARGE = [tool(f"f{place}", parameters={"x": "y" * 60_000}) for place in range(5)]
+ONLY_CONSTRAINT = "each says what the whole answer must be"
 TWICE_REASONED = {"role": "assistant", "reasoning": "x", "reasoning_content": "y"}
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "reason"),
+    ("fields", "message"),
     [
-        ({"tools": [F, F]}, "tools", "has f twice"),
-        ({"tools": [F] * (MAX_TOOLS + 1)}, "tools", "at most"),
-        ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "function"),
-        ({"tools": [tool("a b")]}, "tools[0].function.name", "letters"),
-        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "required"),
-        ({"tools": [G, tool("f", parameters={"type": "array"})]}, "tools[1].function.parameters", "object"),
-        ({"tools": [tool("f", parameters={"x": "y" * 70_000})]}, "tools[0].function.parameters", "bytes"),
-        ({"tools": MANY_LARGE}, "tools[4].function.parameters", "with those before"),
-        ({"tool_choice": "required", "tools": None}, "tool_choice", "needs tools"),
-        ({"tool_choice": "always"}, "tool_choice", "must be"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice", "tool_choice: function: is required"),
-        ({"tool_choice": tool("h")}, "tool_choice.function.name", "none of"),
-        (allowed("auto"), "tool_choice.allowed_tools.tools", "is empty"),
-        (allowed("auto", "f", "h"), "tool_choice.allowed_tools.tools", "has h, which is none of the tools"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "tool_choice: allowed_tools: is required"),
-        ({"tool_choice": NAMED, "guided_regex": "a"}, "tool_choice", "does not go with guided_regex"),
-        ({"tool_choice": NAMED, "structured_outputs": {"json": {}}}, "tool_choice", "does not go with structured_out"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "need each other"),
-        ({"messages": [{"role": "user", "tool_call_id": "x"}]}, "messages[0].tool_call_id", "need each other"),
-        ({"messages": [{"role": "user", "tool_calls": [CALL]}]}, "messages[0].tool_calls", "assistant"),
-        ({"messages": [{"role": "user", "reasoning": "x"}]}, "messages[0].reasoning", "assistant"),
-        ({"messages": [TWICE_REASONED]}, "messages[0].reasoning", "send one of them"),
-        ({"chat_template_kwargs": {"tools": "x"}}, "chat_template_kwargs", "tools"),
-        ({"reasoning_effort": "most"}, "reasoning_effort", "must be"),
+        ({"tools": [F, F]}, "tools: has f twice"),
+        ({"tools": [F] * (MAX_TOOLS + 1)}, "tools: has 129 entries; at most 128 are taken"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type: must be 'function'"),
+        ({"tools": [tool("a b")]}, "tools[0].function.name: must be 1 to 64 letters, digits or _ -"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name: is required"),
+        (
+            {"tools": [G, tool("f", parameters={"type": "array"})]},
+            "tools[1].function.parameters: must be the schema of an object",
+        ),
+        (
+            {"tools": [tool("f", parameters={"x": "y" * 70_000})]},
+            "tools[0].function.parameters: has 70027 bytes; at most 65536 are taken",
+        ),
+        (
+            {"tools": MANY_LARGE},
+            "tools[4].function.parameters: has, with those before, 300135 bytes; all together may have 262144",
+        ),
+        ({"tool_choice": "required", "tools": None}, "tool_choice: needs tools"),
+        (
+            {"tool_choice": "always"},
+            "tool_choice: must be none, auto, required, or an object of the type function or allowed_tools",
+        ),
+        ({"tool_choice": {"type": "function"}}, "tool_choice: function: is required"),
+        ({"tool_choice": tool("h")}, "tool_choice.function.name: is h, which is none of the tools"),
+        (allowed("auto"), "tool_choice.allowed_tools.tools: is empty: let tool_choice be none"),
+        (allowed("auto", "f", "h"), "tool_choice.allowed_tools.tools: has h, which is none of the tools"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice: allowed_tools: is required"),
+        ({"tool_choice": NAMED, "guided_regex": "a"}, f"tool_choice: does not go with guided_regex: {ONLY_CONSTRAINT}"),
+        (
+            {"tool_choice": NAMED, "structured_outputs": {"json": {}}},
+            f"tool_choice: does not go with structured_outputs: {ONLY_CONSTRAINT}",
+        ),
+        (
+            {"messages": [{"role": "tool", "content": "x"}]},
+            "messages[0].tool_call_id: and the role tool need each other",
+        ),
+        (
+            {"messages": [{"role": "user", "tool_call_id": "x"}]},
+            "messages[0].tool_call_id: and the role tool need each other",
+        ),
+        ({"messages": [{"role": "user", "tool_calls": [CALL]}]}, "messages[0].tool_calls: needs the role assistant"),
+        ({"messages": [{"role": "user", "reasoning": "x"}]}, "messages[0].reasoning: needs the role assistant"),
+        ({"messages": [TWICE_REASONED]}, "messages[0].reasoning: is another than reasoning_content: send one of them"),
+        (
+            {"chat_template_kwargs": {"tools": "x"}},
+            "chat_template_kwargs: may not name tools, which the request itself sets",
+        ),
+        (
+            {"reasoning_effort": "most"},
+            "reasoning_effort: must be 'none', 'minimal', 'low', 'medium', 'high' or 'xhigh'",
+        ),
     ],
 )
-async def test_what_is_wrong_is_refused_by_its_name(fields: dict[str, Any], param: str, reason: str) -> None:
-    await HttpRig(template=template("hermes")).refused(CHATS, chat(**fields), param, reason)
+async def test_what_is_wrong_is_refused_by_its_name(fields: dict[str, Any], message: str) -> None:
+    exchange = await HttpRig(template=template("hermes")).refused(CHATS, chat(**fields), message.partition(": ")[0])
+    assert exchange.error["message"] == message
 
 
 ENABLED = {"chat_template_kwargs": {"enable_thinking": True}}

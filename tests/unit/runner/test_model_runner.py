@@ -14,22 +14,27 @@ from baton.runner.model_runner import TorchModelRunner
 from baton.runner.simulated import SimulatedRunner
 from tests.support.load_with import load_tiny
 from tests.support.runner_driver import GREEDY, RunnerDriver
+from tests.support.simulated_oracle import expected_tokens
 
 PROMPT = [(position * 37 + 5) % 256 for position in range(30)]
 PARAMS = replace(GREEDY, max_tokens=6)
+SIMULATED = SimulatedSpec(num_blocks=128, block_size=4, vocab_size=256, max_model_len=256)
 Runner = SimulatedRunner | TorchModelRunner
 
 
 @pytest.fixture(scope="module", params=["simulated", "float32", "bfloat16"])
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     if request.param == "simulated":
-        return SimulatedRunner(SimulatedSpec(num_blocks=128, block_size=4, vocab_size=256, max_model_len=256))
+        return SimulatedRunner(SIMULATED)
     directory = tmp_path_factory.mktemp("models")
     return load_tiny(directory, "qwen3", seed=1, dtype=request.param, block_size=4, num_blocks=128)
 
 
 @pytest.fixture(scope="module")
 def expected(runner: Runner) -> list[int]:
+    """What a request with PARAMS must generate: of a model, what it does when it is alone."""
+    if isinstance(runner, SimulatedRunner):
+        return expected_tokens(PROMPT, PARAMS, SIMULATED)
     driver = RunnerDriver(runner)
     alone = driver.add("alone", PROMPT, PARAMS)
     driver.finish()

@@ -23,6 +23,7 @@ from tests.support.kernel_inputs import (
     constant_zero,
     float8,
     misfits,
+    mixed_integers,
     nested,
     one_request,
     own_zeros,
@@ -138,16 +139,6 @@ def test_products_of_zeros_and_of_no_rows(isa: str, dtype: torch.dtype, kind: st
 # Several weights in one
 
 
-def mixed_integers() -> tuple[QuantizedWeight, ...]:
-    """Weights of three formats; the second and third can be packed together."""
-    return (
-        nested(70, 96, 4, 32),
-        constant_zero(33, 96, 8, 16),
-        constant_zero(20, 96, 8, 16, 9),
-        own_zeros(16, 96, 4, 48),
-    )
-
-
 @dataclass(frozen=True)
 class Stack:
     """Weights that are packed together, and the numbers of outputs of the parts that are packed as one."""
@@ -219,21 +210,42 @@ def in_groups(weight: QuantizedWeight, group: int) -> QuantizedWeight:
     )
 
 
-Gate = Callable[[torch.dtype], tuple[Weight, Weight]]
+def exact_sums(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """A product in float64."""
+    wide = weight if isinstance(weight, torch.Tensor) else weight.dequantized(torch.float64)
+    return x.double() @ wide.double().T
+
+
+def rounded_sums(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """A product with integers as the kernels compute it, which round x; tests of `linear` bound that error."""
+    return kernels.linear(x, kernels.pack(weight), out_dtype=torch.float32, threads=1).double()
+
+
+def sums_rounded_in_16(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    assert isinstance(weight, QuantizedWeight)
+    return rounded_sums(x, in_groups(weight, 16))
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The two weights of a gated product, and another way to the product with each."""
+
+    make: Callable[[torch.dtype], tuple[Weight, Weight]]
+    sums: Callable[[torch.Tensor, Weight], torch.Tensor] = exact_sums
 
 
 def plain_gate(n: int, k: int) -> Gate:
-    return lambda dtype: (randn(n, k, seed=1, dtype=dtype), randn(n, k, seed=2, dtype=dtype))
+    return Gate(lambda dtype: (randn(n, k, seed=1, dtype=dtype), randn(n, k, seed=2, dtype=dtype)))
 
 
 GATES: Mapping[str, Gate] = {
     **{f"plain {n}x{k}": plain_gate(n, k) for n, k in ((1, 1), (33, 96), (130, 45), (16, 64))},
-    "integers": lambda _: (constant_zero(33, 96, 4, 32), constant_zero(33, 96, 4, 32, 5)),
+    "integers": Gate(lambda _: (constant_zero(33, 96, 4, 32), constant_zero(33, 96, 4, 32, 5)), rounded_sums),
     # Formats that differ get the groups that fit into both, and x is rounded in those.
-    "integers of two formats": lambda _: (nested(33, 96, 4, 32), own_zeros(33, 96, 8, 48)),
-    "float8": lambda _: (float8(33, 320, 128), float8(33, 320, 128, 5)),
-    "float8, one group and three": lambda _: (float8(33, 320, 320), float8(33, 320, 128, 5)),
-    "float8, groups that overlap": lambda _: (float8(33, 320, 192), float8(33, 320, 128, 5)),
+    "integers of two formats": Gate(lambda _: (nested(33, 96, 4, 32), own_zeros(33, 96, 8, 48)), sums_rounded_in_16),
+    "float8": Gate(lambda _: (float8(33, 320, 128), float8(33, 320, 128, 5))),
+    "float8, one group and three": Gate(lambda _: (float8(33, 320, 320), float8(33, 320, 128, 5))),
+    "float8, groups that overlap": Gate(lambda _: (float8(33, 320, 192), float8(33, 320, 128, 5))),
 }
 
 
@@ -242,12 +254,11 @@ def test_a_gated_product_is_the_activation_of_one_times_the_other(
     isa: str, dtype: torch.dtype, activation: Activation, name: str
 ) -> None:
     kernels.use_isa(isa)
-    weights = GATES[name](dtype)
+    weights = GATES[name].make(dtype)
     x, packed = randn(60, weights[0].shape[1], dtype=dtype) / 10, kernels.pack_gated(*weights)
     out = kernels.gated_linear(x, packed, activation=activation, threads=2)
     assert out.dtype == dtype
-    as_multiplied = [in_groups(w, 16) if name == "integers of two formats" else w for w in weights]  # type: ignore[arg-type]
-    gate, up = (kernels.linear(x, kernels.pack(w), out_dtype=torch.float32, threads=1).double() for w in as_multiplied)
+    gate, up = (GATES[name].sums(x, weight) for weight in weights)
     assert relative_error(out, activated(gate, activation) * up) < (2.2e-3 if dtype == torch.bfloat16 else 2e-6)
     for rows in (slice(0, 1), slice(17, 54), slice(59, 60)):
         assert torch.equal(kernels.gated_linear(x[rows].clone(), packed, activation=activation, threads=1), out[rows])
@@ -328,3 +339,8 @@ def test_weights_that_do_not_fit_together_are_not_packed(kind: str) -> None:
     for other in {"plain", "int4", "float8"} - {kind}:
         with pytest.raises(KernelArgumentError, match="up: must be of the gate's kind"):
             kernels.pack_gated(good, KINDS[other].make(8, 128, 1, torch.float32))
+
+
+def test_a_plain_weight_of_another_dtype_is_not_packed() -> None:
+    with pytest.raises(KernelArgumentError, match="float64"):
+        kernels.pack(randn(2, 2).double())

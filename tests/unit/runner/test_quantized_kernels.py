@@ -23,12 +23,12 @@ from tests.support.kernel_inputs import (
     INTEGER_KINDS,
     INTEGER_SHAPES,
     constant_zero,
+    mixed_integers,
     nested,
     randn,
     with_offsets,
 )
 from tests.support.pairs import all_pairs
-from tests.unit.runner.test_products import mixed_integers
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
 

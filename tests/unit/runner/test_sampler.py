@@ -18,7 +18,7 @@ from baton.runner.execution.philox import philox4x32, uniform
 from baton.runner.execution.sampler import SamplingState, distribution, heaviest, process, sample, sample_row
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, 1.0, -3.0, 0.25], dtype=np.float32)
-DRAWS = 8_000
+DRAWS = 20_000
 EOS = frozenset({4})
 
 

@@ -47,11 +47,6 @@ KINDS = {
 }
 FEW_KINDS = ("groups of 1, bfloat16, sinks", "groups of 3, softcap and sinks")
 """For the interpreter, which takes seconds for each: all features. The tests below have the other groups."""
-NEVER_SHARING = {
-    "groups of 16": Kind(16, 1, 64),
-    "groups of 16, bfloat16": Kind(16, 1, 128, torch.bfloat16),
-    "a window": Kind(4, 1, 64, window=SPLIT + 20),
-}
 
 
 @dataclass(frozen=True)
@@ -79,6 +74,12 @@ TREE = (
 )
 """Five sequences share two splits, and three others one."""
 PAIR = (Member(2 * SPLIT + 40), Member(2 * SPLIT + 1, 0, 2 * SPLIT))
+NEVER_SHARING = {
+    "groups of 16": (Kind(16, 1, 64), PAIR),
+    "groups of 16, bfloat16": (Kind(16, 1, 128, torch.bfloat16), TREE),
+    "a window": (Kind(4, 1, 64, window=SPLIT + 20), TREE),
+}
+"""Layers whose rows each attend alone, and sequences that could share."""
 
 
 class Step:
@@ -174,7 +175,7 @@ def test_bits_are_those_of_each_row_alone(module: ModuleType, name: str) -> None
 
 @pytest.mark.parametrize("name", NEVER_SHARING if DEVICE.type == "cuda" else ("groups of 16", "a window"))
 def test_where_nothing_is_shared_the_bits_stay(module: ModuleType, name: str) -> None:
-    step = Step(NEVER_SHARING[name], PAIR)
+    step = Step(*NEVER_SHARING[name])
     assert torch.equal(step.attend(module, step.find()), step.attend(module))
 
 
@@ -207,10 +208,9 @@ def test_sequences_without_a_row_share(module: ModuleType, fours: tuple[Step, to
 
 
 def test_steps_whose_sums_take_too_much_memory_do_not_share(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, fours: tuple[Step, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = Step(KINDS["groups of 4"], PAIR)
-    expected = step.attend(module)
+    step, expected = fours
     monkeypatch.setattr(module, "_MOST_PARTIAL_SUMS", 0)
     monkeypatch.delattr(module, "_merge_splits")
     assert torch.equal(step.attend(module, step.find()), expected)

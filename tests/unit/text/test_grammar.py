@@ -99,7 +99,7 @@ def test_a_schema_of_the_maximum_depth_is_compiled() -> None:
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_any_allowed_output_fits_the_schema(name: str, grammars: Grammars, tokenizer: Tokenizer) -> None:
     rng, texts = Random(7), set()
-    for _ in range(6):
+    for _ in range(10):
         tokens = walk(grammars.matcher(schema_text(name)), rng)
         assert tokens[-1] == EOS
         texts.add(tokenizer.decode(tokens))
@@ -143,7 +143,7 @@ def test_any_allowed_output_matches_its_constraint(name: str, grammars: Grammars
     kind, text, fits = CONSTRAINTS[name]
     check_constraint(text, kind)
     rng, texts = Random(7), set()
-    for _ in range(8):
+    for _ in range(20):
         tokens = walk(grammars.matcher(text, kind), rng)
         found = tokenizer.decode(tokens)
         assert fits(found), found

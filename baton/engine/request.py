@@ -340,7 +340,7 @@ class Request:
 
     def sibling(self, request_id: str, sampling_params: SamplingParams, *, sequence_index: int = 0) -> Request:
         """A new request for another sequence of the same prompt, of which nothing is computed yet."""
-        # It shares the lists of the prompt and of what is encoded of it, and its own `spec` lacks both.
+        # The sibling shares the lists of the prompt and of what is encoded of it; its own `spec` lacks both.
         prompt = self.prompt_token_ids[:1]
         sibling = Request(
             request_id,

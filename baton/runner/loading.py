@@ -88,7 +88,7 @@ def load_runner(
                 transformer = Transformer(model, loading.operations, spec.block_size, loading.cache, spec.num_threads)
             else:
                 stage_spec = loading.stage_spec(on_one_cpu)
-                # It may refuse, and then no process has been started.
+                # A machine without kernels for parts is refused here, before any process is started.
                 operations = divided_operations(stage_spec.num_threads) if on_one_cpu else loading.operations
                 if stages is None and spec.pipeline_parallel > 1:
                     stages = start_stages(spec, device)

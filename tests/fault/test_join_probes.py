@@ -91,7 +91,7 @@ async def test_a_dead_data_path_is_named_on_both_nodes_before_any_request() -> N
 @virtually
 async def test_streams_end_right_on_other_pairs_and_the_pair_comes_back() -> None:
     async with cluster_with_a_dead_data_path() as (cluster, broken):
-        # Those that come first wait for the probe, as they would for the link.
+        # The requests that come first wait for the probe, as they would for the link.
         places = await asyncio.gather(*(generate(cluster, number) for number in range(8)))
         assert set(places) == {"prefill-0"}
         cluster.fabric.thaw(broken.incarnation)
@@ -162,7 +162,7 @@ async def test_a_link_that_was_lost_is_opened_again_without_a_request() -> None:
         assert probes.state(stopped.incarnation) is None
         cluster.resume(stopped)
         await asyncio.sleep(BACK_WITHIN_S)
-        # It has a link, and no other probe: one of two incarnations is enough.
+        # The pair has a link, and no other probe: one probe for two incarnations is enough.
         assert probes.state(stopped.incarnation) is not None
         assert probes.outcomes["prefill-1", "passed"] == 1
         await cluster.wait_until_whole()

@@ -96,6 +96,11 @@ class _OtherStage:
     num_rows_owed: int = 0
     """For how many micro-batches it owes rows."""
 
+    @property
+    def pids_here(self) -> Sequence[int]:
+        """The processes of its ranks on this machine, or that of the stage until it is ready; none of other hosts."""
+        return () if self.process is None else self.pids or (self.process.pid,)
+
 
 class StageLeader:
     """The other stages of a model, in the hands of the last one until `close`. It is the last one's view of all, too
@@ -253,7 +258,7 @@ class StageLeader:
 
     @property
     def pids(self) -> Sequence[int]:
-        return [pid for other in self._others if other.process is not None for pid in other.pids or [other.process.pid]]
+        return [pid for other in self._others for pid in other.pids_here]
 
     def rank_reports(self) -> Sequence[RankReport]:
         """Reports on this process and the others, of those on other hosts as each has said last."""
@@ -369,7 +374,7 @@ class StageLeader:
 
 def _reports_of(other: _OtherStage) -> list[RankReport]:
     if other.process is not None:
-        return [rank_report(other.rank + place, pid) for place, pid in enumerate(other.pids or [other.process.pid])]
+        return [rank_report(other.rank + index, pid) for index, pid in enumerate(other.pids_here)]
     return [other.figures or RankReport(other.rank, 0, is_up=False, host=other.links.host)]
 
 

@@ -1,4 +1,4 @@
-"""Who owns which attempt, and routers that come and go in any order."""
+"""The book of attempts knows who owns which attempt, while routers come and go in any order."""
 
 from __future__ import annotations
 

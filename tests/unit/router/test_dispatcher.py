@@ -82,7 +82,7 @@ async def test_the_tokens_of_both_legs_may_arrive_in_any_order() -> None:
             "abEND",
             ("stop", "END", 5),
         ),
-        # It takes precedence over the length in the same step.
+        # The stop string takes precedence over the length in the same step.
         ({"stop": ("b",), "max_tokens": 3}, ["a", "bc"], Outcome.LENGTH, "a", ("stop", "b", 2)),
         # Text that was held back for it comes at the end.
         ({"stop": ("END",), "max_tokens": 3}, ["a", "EN"], Outcome.LENGTH, "aEN", ("length", None, 3)),

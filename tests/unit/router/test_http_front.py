@@ -26,7 +26,7 @@ USAGE = {
         "rejected_prediction_tokens": 0,
     },
 }
-"""That of `finished`."""
+"""The usage of the completion that `finished` ends."""
 
 
 async def test_a_completion_is_returned_whole() -> None:

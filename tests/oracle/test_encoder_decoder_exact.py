@@ -23,7 +23,7 @@ from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.encoder_decoder.loading import load_encoder_decoder
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
-from tests.oracle.test_image_exact import engine_of
+from tests.oracle.test_image_exact import cramped_engine_of, engine_of
 from tests.oracle.test_token_exact import run_all
 from tests.support.encoder_decoder_models import ENCODER_DECODERS, request_for, source, write_encoder_decoder
 
@@ -49,7 +49,7 @@ def load(directory: Path, operations: Operations | None = None, **settings: Any)
 def inputs_of(directory: Path) -> dict[str, Input]:
     """Inputs of several lengths, of which two are equal, with one or several tokens for the decoder."""
     lengths = (5, 64, 1, 90, 5, 130)
-    begins = ([2], [2, 7, 9], [2], [2, *range(40, 60)], [2, 11], [2, 30])
+    begins = ([2, *range(20, 32)], [2, 7, 9], [2], [2, *range(40, 60)], [2, *range(60, 71)], [2, 30])
     sources = [source(directory, seed % 4, length) for seed, length in enumerate(lengths)]
     return {f"p{place}": Input(data, begin) for place, (data, begin) in enumerate(zip(sources, begins, strict=True))}
 
@@ -150,10 +150,9 @@ def test_preempted_requests_go_on_with_the_same_tokens(
     directory: Path, inputs: Mapping[str, Input], expected: Mapping[str, Sequence[int]], mode: str
 ) -> None:
     cramped = load(directory, num_blocks=16, host_cache_bytes=1 << 20)
-    engine = engine_of(
-        cramped, preemption_mode=mode, num_host_blocks=cramped.num_host_blocks, max_num_seqs=3, watermark=0.0
-    )
+    engine = cramped_engine_of(cramped, mode)
     assert run_all(engine, requests_for(directory, inputs)) == expected
+    assert engine.scheduler.make_stats().num_preemptions_by_mode[mode] > 0
 
 
 def test_several_sequences_of_an_input(

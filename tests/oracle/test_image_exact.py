@@ -87,6 +87,20 @@ def engine_of(runner: TorchModelRunner, **limits: Any) -> EngineCore:
     return EngineCore(Scheduler(config, CacheKeyFields(runner.model.fingerprint, "", "test"), FakeClock()), runner)
 
 
+def cramped_engine_of(runner: TorchModelRunner, mode: str) -> EngineCore:
+    """An engine that preempts as soon as blocks run out.
+
+    With a prefix cache the blocks of a preempted request may still be there, and nothing is copied back.
+    """
+    return engine_of(
+        runner,
+        preemption_mode=mode,
+        num_host_blocks=runner.num_host_blocks,
+        watermark=0.0,
+        enable_prefix_caching=False,
+    )
+
+
 @pytest.fixture(scope="module", params=IMAGE_MODELS)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp(request.param)
@@ -161,10 +175,9 @@ def test_preempted_requests_go_on_with_the_same_tokens(
 ) -> None:
     blocks = max(len(prompt.token_ids) for prompt in prompts.values()) // 16 + 4
     cramped = load_runner(TorchSpec(directory, dtype="float32", num_blocks=blocks, host_cache_bytes=1 << 20))
-    engine = engine_of(
-        cramped, preemption_mode=mode, num_host_blocks=cramped.num_host_blocks, max_num_seqs=3, watermark=0.0
-    )
+    engine = cramped_engine_of(cramped, mode)
     assert run_all(engine, [prompt.request(name) for name, prompt in prompts.items()]) == expected
+    assert engine.scheduler.make_stats().num_preemptions_by_mode[mode] > 0
 
 
 def test_several_sequences_of_a_prompt_with_images(

@@ -22,8 +22,9 @@ BOUND_S = 60.0
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ForkServer]:
-    place = {"PYTHONPATH": str(Path(__file__).parents[3])}
-    opened = ForkServer.start("tests.support.forked_witness", place, 200, tmp_path / "log")
+    # Output is kept until the end, whatever the environment of the tests says.
+    variables = {"PYTHONPATH": str(Path(__file__).parents[3]), "PYTHONUNBUFFERED": ""}
+    opened = ForkServer.start("tests.support.forked_witness", variables, 200, tmp_path / "log")
     opened.wait_until_loaded()
     assert opened.is_usable, (tmp_path / "log").read_text()
     yield opened
@@ -86,6 +87,21 @@ def test_a_wait_ends_and_a_signal_is_an_exit_code(server: ForkServer) -> None:
     forked.kill()
     for end in (read_end, write_end):
         os.close(end)
+
+
+def test_a_forked_process_ends_after_its_threads_exit_functions_and_output(server: ForkServer, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.support.forked_ending", "7"]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with (tmp_path / "output").open("wb") as output, (tmp_path / "errors").open("wb") as errors:
+        for standard_output in (output.fileno(), write_end):
+            forked = server.fork(command, {1: standard_output, 2: errors.fileno()}, {})
+            assert forked is not None
+            assert forked.wait(BOUND_S) == 7
+    os.close(write_end)
+    assert (tmp_path / "output").read_text() == "main, thread, exit function, "
+    # Objects are not freed. Who reads no output any more gets the rest and the code.
+    assert (tmp_path / "errors").read_text() == "error " * 2
 
 
 def test_a_fork_server_that_is_gone_starts_nothing(server: ForkServer) -> None:

@@ -108,7 +108,7 @@ def caches_of(runner: TorchModelRunner) -> list[Transformer]:
 
 
 def kv_of(runner: TorchModelRunner) -> list[Bytes]:
-    """For each group of layers, [blocks, tokens of a block, bytes]: the keys and values of its layers, of all stages."""
+    """For each group of layers, [blocks, tokens of a block, bytes]: keys and values of its layers in all stages."""
     layout, found = runner.layout, []
     for group in layout.groups:
         rows = []

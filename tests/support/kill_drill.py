@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -37,6 +37,7 @@ class ObservedAnswer:
 
     streams: dict[int, ObservedSequence] = field(default_factory=dict)
     began: float = 0.0
+    first_chunk: float = 0.0
     ended: float = 0.0
     longest_stall_s: float = 0.0
     attempts: int = 0
@@ -60,6 +61,7 @@ async def observe_answer(client: AsyncGenerationClient, request: GenerateRequest
         seen.longest_stall_s, last = max(seen.longest_stall_s, now - last), now
         match event:
             case Chunk():
+                seen.first_chunk = seen.first_chunk or now
                 stream = seen.streams.setdefault(event.sequence_index, ObservedSequence())
                 stream.indices += range(event.first_index, event.first_index + len(event.token_ids))
                 stream.token_ids += event.token_ids
@@ -103,7 +105,7 @@ def requests(rng: Random, count: int, vocab_size: int, longest_prompt: int) -> l
 
 
 class Killer:
-    """Kills random processes, but never the last router, prefill or decode node that serves."""
+    """Kills random processes, of each role in turn, but never the last router, prefill or decode node that serves."""
 
     def __init__(self, cluster: ProcessCluster, rng: Random, kills: int, pause_s: tuple[float, float]) -> None:
         self._cluster = cluster
@@ -114,10 +116,14 @@ class Killer:
         self.times: list[float] = []
         """The time of each kill, on the clock of the loop."""
 
-    async def run(self) -> None:
-        while self.killed.total() < self._kills:
+    async def run(self, is_enough: Callable[[], bool]) -> None:
+        """Kill as often as was asked for, and then on until it `is_enough`."""
+        roles: list[str] = []
+        while True:
             await asyncio.sleep(self._rng.uniform(*self._pause_s))
-            role = self._rng.choice(ROLES)
+            if self.killed.total() >= self._kills and is_enough():
+                return
+            role = (roles := roles or self._rng.sample(ROLES, len(ROLES))).pop()
             serving = self._serving(role)
             while len(serving) < (1 if role == "redis" else 2):
                 await asyncio.sleep(_PAUSE_S)
@@ -143,6 +149,12 @@ class DrillResult:
     def retried(self) -> int:
         """The number of answers that took more than one attempt."""
         return sum(seen.attempts > 1 for seen in self.answers)
+
+    def moved(self, kills: Sequence[float]) -> int:
+        """Return how many answers had begun to arrive when a process was killed, and took more than one attempt."""
+        return sum(
+            seen.attempts > 1 and any(seen.first_chunk <= at <= seen.ended for at in kills) for seen in self.answers
+        )
 
     def stalls_s(self, kills: Sequence[float]) -> list[float]:
         """Return the longest stall of each answer that was streaming during a kill, sorted."""

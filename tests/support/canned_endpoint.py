@@ -31,12 +31,14 @@ def events(tokens: int) -> list[GenerateEvent]:
 class CannedEndpoint(asyncio.Protocol):
     """Serves one connection."""
 
-    def __init__(self, tokens: int, status: int) -> None:
+    def __init__(self, tokens: int, status: int, without_chunk: int | None = None) -> None:
         self._transport: asyncio.Transport | None = None
         self._received = b""
         self._greeted = False
         self._to_acknowledge = 0
         bodies = [event_to_pb(event, "bench").SerializeToString() for event in events(tokens)]
+        if without_chunk is not None:
+            del bodies[1 + without_chunk]
         self._messages = [struct.pack(">BI", 0, len(body)) + body for body in bodies] if not status else []
         finished = events(tokens)[-1]
         assert isinstance(finished, Finished)
@@ -87,10 +89,13 @@ class CannedEndpoint(asyncio.Protocol):
 
 
 @asynccontextmanager
-async def canned_endpoint(tokens: int, status: int = 0, port: int = 0) -> AsyncIterator[str]:
-    """Yield HOST:PORT of the endpoint. With a gRPC `status` other than 0 every request is refused with it."""
+async def canned_endpoint(tokens: int, status: int = 0, without_chunk: int | None = None) -> AsyncIterator[str]:
+    """Yield HOST:PORT of the endpoint. With a gRPC `status` other than 0 every request is refused with it.
+
+    `without_chunk`: the number of the chunk that each answer lacks.
+    """
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: CannedEndpoint(tokens, status), "127.0.0.1", port)
+    server = await loop.create_server(lambda: CannedEndpoint(tokens, status, without_chunk), "127.0.0.1", 0)
     try:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:

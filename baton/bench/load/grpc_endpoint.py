@@ -90,11 +90,12 @@ class GrpcEndpoint:
 class _Answer:
     """Receives the stream of one call."""
 
-    __slots__ = ("_call", "_headers", "_is_cancelled", "_listener", "_usage")
+    __slots__ = ("_call", "_headers", "_is_cancelled", "_listener", "_num_tokens", "_usage")
 
     def __init__(self, headers: bytes, listener: Listener) -> None:
         self._headers = headers
         self._listener = listener
+        self._num_tokens = 0
         self._usage: Usage | None = None
         self._call: tuple[Http2Client, int] | None = None
         self._is_cancelled = False
@@ -119,8 +120,13 @@ class _Answer:
             match answer.WhichOneof("event"):
                 case "chunk":
                     chunk = answer.chunk
-                    if chunk.token_ids:
-                        self._listener.on_tokens(len(chunk.token_ids), chunk.text)
+                    if count := len(chunk.token_ids):
+                        if chunk.first_index != self._num_tokens:
+                            self.fail(f"a chunk begins at token {chunk.first_index} behind {self._num_tokens} tokens")
+                            self.cancel()
+                            return
+                        self._num_tokens += count
+                        self._listener.on_tokens(count, chunk.text)
                 case "finished":
                     self._usage = _usage(answer.finished.usage, answer.finished.timings)
 

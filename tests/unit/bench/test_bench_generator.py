@@ -238,8 +238,8 @@ async def test_a_generator_that_can_not_keep_up_says_so() -> None:
     assert ran.outcomes.ttft_s.mean() >= (ran.outcomes.sent_s - ran.outcomes.planned_s).mean()
 
 
-async def through_grpc(tokens: int, status: int = 0) -> Generator:
-    async with canned_endpoint(tokens, status) as address:
+async def through_grpc(tokens: int, status: int = 0, without_chunk: int | None = None) -> Generator:
+    async with canned_endpoint(tokens, status, without_chunk) as address:
         endpoint = GrpcEndpoint(replace(TARGET, address=address))
         await endpoint.open()
         generator = Generator(endpoint, None)
@@ -265,6 +265,11 @@ async def test_a_refusal_over_grpc_has_the_servers_status_and_message() -> None:
     generator = await through_grpc(tokens=6, status=14)
     assert generator.outcomes.errors == {"UNAVAILABLE: no room!": 30}
     assert not generator.progress.is_unreachable
+
+
+async def test_a_grpc_stream_that_lacks_a_chunk_has_failed() -> None:
+    generator = await through_grpc(tokens=6, without_chunk=3)
+    assert generator.outcomes.errors == {"a chunk begins at token 4 behind 3 tokens": 30}
 
 
 class Silent(asyncio.Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import json
 import os
 import re
 import subprocess
@@ -60,7 +61,7 @@ def test_the_wheel_has_all_parts_and_an_honest_tag(wheel: Path) -> None:
     assert max(own) == int(platform[1])
 
 
-def test_the_installed_wheel_runs_the_demo(shell: Shell, wheel: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_runs_the_doctor_and_the_demo(shell: Shell, wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "installed"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-index"]
     # The dependencies are those of this environment.
@@ -69,12 +70,14 @@ def test_the_installed_wheel_runs_the_demo(shell: Shell, wheel: Path, tmp_path: 
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     environment = {"PYTHONPATH": str(target), "TMPDIR": str(temporary)}
-    program = (
-        "import baton; from baton.runner.backends.cpu import kernels; print(baton.__file__, bool(kernels.available()))"
-    )
-    imported = shell.run([sys.executable, "-c", program], environment)
-    assert imported.stdout.startswith(str(target)), imported
-    assert imported.stdout.endswith(" True\n")
+    program = "import sys, baton; print(baton.__file__); from baton.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    # The demo loads the model.
+    doctor = ["doctor", "--model", str(tmp_path / "nowhere"), "-o", "json"]
+    seen = shell.run([sys.executable, "-c", program, *doctor], environment)
+    file, _, report = seen.stdout.partition("\n")
+    assert file == str(target / "baton/__init__.py"), seen
+    levels = {check["check"]: check["status"] for check in json.loads(report)["checks"]}
+    assert [levels[name] for name in ("kernels", "redis", "nixl", "versions")] == ["OK"] * 4, report
     demo = shell.run([sys.executable, "-m", "baton.cli.main", "demo"], environment)
     assert (demo.returncode, demo.stderr) == (0, "")
     lines = demo.stdout.splitlines()

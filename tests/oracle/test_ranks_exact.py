@@ -303,10 +303,10 @@ def test_drafts_and_the_logprobs_of_prompts_are_those_of_one_process(tmp_path: P
 )
 def test_steps_that_are_decided_ahead_have_the_same_bits_in_stages(tmp_path: Path, name: str, shape: Shape) -> None:
     """The first stage begins a step while the last one computes the step before."""
-    config = TINY_MODELS[name]
+    config = dict(TINY_MODELS[name])
     if name == "gemma3_text":
         # So a group of layers has several in one stage, and none in another.
-        config = config | {"num_hidden_layers": 6, "layer_types": config["layer_types"] * 2}
+        config |= {"num_hidden_layers": 6, "layer_types": config["layer_types"] * 2}
     write_random_model(tmp_path, config, seed=5)
     sampling = SamplingParams(temperature=0.7, seed=3, max_tokens=2 * NEW_TOKENS)
     runs = []

@@ -47,7 +47,10 @@ def load(directory: Path, operations: Operations | None = None, **settings: Any)
 
 
 def inputs_of(directory: Path) -> dict[str, Input]:
-    """Inputs of several lengths, of which two are equal, with one or several tokens for the decoder."""
+    """Inputs of several lengths, of which two are equal, with one or several tokens for the decoder.
+
+    Some need another block while they decode.
+    """
     lengths = (5, 64, 1, 90, 5, 130)
     begins = ([2, *range(20, 32)], [2, 7, 9], [2], [2, *range(40, 60)], [2, *range(60, 71)], [2, 30])
     sources = [source(directory, seed % 4, length) for seed, length in enumerate(lengths)]

@@ -123,7 +123,8 @@ class Killer:
             await asyncio.sleep(self._rng.uniform(*self._pause_s))
             if self.killed.total() >= self._kills and is_enough():
                 return
-            role = (roles := roles or self._rng.sample(ROLES, len(ROLES))).pop()
+            roles = roles or self._rng.sample(ROLES, len(ROLES))
+            role = roles.pop()
             serving = self._serving(role)
             while len(serving) < (1 if role == "redis" else 2):
                 await asyncio.sleep(_PAUSE_S)

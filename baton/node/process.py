@@ -28,12 +28,13 @@ from baton.observe.logs import log_also
 from baton.observe.loop_probe import ProbedEventLoop
 from baton.observe.ready import Ready, announce
 from baton.processes.ends import end_within
+from baton.processes.garbage import rare_collections
 from baton.registry import Membership, NodeRecord, require
 from baton.registry.connection import with_authority
 from baton.registry.registry import Registry
 from baton.runner import load
 from baton.runner.backends.cpu import kernel_file
-from baton.runner.lean_imports import import_transformers, rare_collections
+from baton.runner.lean_imports import import_transformers
 from baton.security.binds import check_bind, is_loopback
 from baton.security.matrix import CallerRole
 from baton.wire.clients.node_client import NodeClient

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 
+from baton.processes.garbage import rare_collections
 from baton.runner.backends.cpu.kernels.errors import RankLost
-from baton.runner.lean_imports import rare_collections
 from baton.runner.stages.stage_worker import StageWorker
 from kv_transfer.mover.mover_server import MoverServer
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from baton.runner.lean_imports import rare_collections
+from baton.processes.garbage import rare_collections
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ import typer
 
 from baton.cli.output import print_note
 from baton.errors import BatonError, Cancelled, ExitCode
-from baton.processes.garbage import rare_collections
+from baton.processes.interpreter import rare_collections
 
 _COMMANDS = {
     "demo": (

@@ -16,7 +16,7 @@ from baton.cli.cluster.run_dir import RunDir, default_run_dir
 from baton.cli.cluster.state import ClusterState
 from baton.errors import BatonError, Unreachable, UsageError
 from baton.messages.operator import NodeStatus
-from baton.processes.garbage import rare_collections
+from baton.processes.interpreter import rare_collections
 from baton.security.access import Access, default_access
 from baton.security.tls_files import certificate_files
 

@@ -15,7 +15,7 @@ from baton.config import Loaded, NodeConfig, RouterConfig
 from baton.errors import BatonError, ConfigError
 from baton.models.resolve import with_model_directory
 from baton.processes.death_pipe import end_with_pipe
-from baton.processes.garbage import rare_collections
+from baton.processes.interpreter import rare_collections
 from baton.runner.lean_imports import import_transformers
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import Literal
 
 from baton.config import RouterConfig
 from baton.messages.adapters import AdapterSource
-from baton.messages.capabilities import Capability
 from baton.messages.generation import ModelCard
 from baton.messages.node import NodeDescription
+from baton.messages.node_model import Capability
 from baton.messages.pooling import NO_POOLING_FILES, ModelPooling
 from baton.messages.sampling import SamplingDefaults
 from baton.runner.model.pooling_files import read_pooling

@@ -22,6 +22,7 @@ from baton.messages.request_limits import MAX_POOLED_TOKENS
 from baton.messages.sampling import CONSTRAINT_KINDS, Constraint
 from baton.text.detokenizer import TextCodec
 from router.admission.bounded_work import BoundedWork
+from router.admission.limits import NUM_TEXT_THREADS, DispatchLimits
 from router.admission.prompt_inputs import ImageRules
 from router.admission.request import ValidRequest
 from router.admission.validation import validate, with_allowed_priority
@@ -32,7 +33,6 @@ from router.flight.flight_record import FlightJournal, FlightRecord, placement_i
 from router.flight.flight_table import Cancel, GiveUp, LeaveToOtherRouter
 from router.flight.timeline import RequestSpans
 from router.leg_messages import NodeSender
-from router.limits import NUM_TEXT_THREADS, DispatchLimits
 from router.live_requests import LiveRequests
 from router.node_links import LinkListener
 from router.placement.placer import Placer

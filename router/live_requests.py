@@ -33,6 +33,7 @@ from baton.messages.ids import AttemptKey, unscoped
 from baton.messages.node import NodeDescription, RequestDelta, StepReport, WatchKVCache
 from baton.observe.logs import of_attempt
 from router.admission.admission import Ticket
+from router.admission.limits import DispatchLimits
 from router.admission.logprob_budget import LogprobBudget
 from router.admission.request import ValidRequest
 from router.counters import DispatchCounters
@@ -62,7 +63,6 @@ from router.flight.flight_table import (
 )
 from router.flight.timeline import RequestSpans, TimelineLog
 from router.leg_messages import LegMessages, NodeSender
-from router.limits import DispatchLimits
 from router.listeners import Listeners
 from router.losses import NodeLosses
 from router.output_relay import OutputRelay

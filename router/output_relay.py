@@ -12,11 +12,11 @@ from baton.errors import BatonError, SlowReader
 from baton.messages.generation import GenerateEvent
 from baton.messages.node import RequestDelta
 from baton.messages.sampling import TokenLogprobs
+from router.admission.limits import DispatchLimits
 from router.admission.logprob_budget import KEPT_TOKENS, LogprobBudget
 from router.counters import DispatchCounters
 from router.flight.active_request import ActiveRequest
 from router.flight.flight_table import EmitTokens, GiveUp, StopStringFound
-from router.limits import DispatchLimits
 
 
 class OutputRelay:

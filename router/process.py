@@ -19,9 +19,9 @@ from baton.config import RouterConfig
 from baton.config.kinds import parts_of
 from baton.config.setting import settings_for
 from baton.errors import BackgroundFault
-from baton.messages.capabilities import Capability
 from baton.messages.generation import ModelCard
 from baton.messages.ids import new_incarnation
+from baton.messages.node_model import Capability
 from baton.model_formats.audio import AudioLimits
 from baton.node.name_claim import Asks, require_first, start_number
 from baton.observe.metrics import declared_figures, render
@@ -48,6 +48,7 @@ from baton.wire.services.generation_service import GenerationServicer
 from baton.wire.services.operator_service import OperatorServicer
 from baton.wire.turn_budget import TurnBudget
 from router.admission.bounded_work import BoundedWork
+from router.admission.limits import DispatchLimits
 from router.admission.prompt_inputs import ImageRules
 from router.admission.tenants import Tenants
 from router.cards import CurrentCard, card_without_nodes
@@ -65,7 +66,6 @@ from router.http.pages.status import adapter_routes
 from router.http.parsed_text import AnswerParsers
 from router.http.responses.store import ResponseStore, StoreBounds
 from router.http.server import HttpServer
-from router.limits import DispatchLimits
 from router.node_links import LinkTimes, NodeLinks
 from router.operations.adapters import ClusterAdapters
 from router.operations.cluster_events import EventRing

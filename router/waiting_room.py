@@ -10,13 +10,13 @@ from collections.abc import Sequence, Set
 from random import Random
 
 from baton.errors import BatonError, InvalidRequest, NoCapacity, Overloaded, QueueFull, VersionGone, WouldBeLate
-from baton.messages.capabilities import check_capable, in_order
 from baton.messages.node import NodeDescription
+from baton.messages.node_model import check_capable, in_order
 from baton.values import value
 from router.admission.admission import NO_TARGETS, AdmissionQueue, Ticket
+from router.admission.limits import DispatchLimits
 from router.flight.active_request import ActiveRequest
 from router.flight.flight_table import AttemptCause, GiveUp, Place
-from router.limits import DispatchLimits
 from router.placement.decisions import Choice
 from router.placement.placement import Candidate, Placement, demand_of, size_of
 from router.placement.placer import Placer

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.scheduler_config import LongSequences
 from baton.errors import AdapterRefused, BatonError
-from baton.messages.capabilities import GENERATES, Capability
+from baton.messages.node_model import GENERATES, Capability
 from baton.messages.node_report import ComputePath, RankReport
 from baton.messages.pooling import NO_POOLING_FILES, ModelPooling
 from baton.messages.spans import EncoderContent

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from baton.messages.adapters import AdapterSource
-from baton.messages.capabilities import Capability
 from baton.messages.logprob_rows import joined_logprobs
+from baton.messages.node_model import Capability
 from baton.messages.pooling import NO_POOLING_FILES, ModelPooling, PoolingRequest
 from baton.messages.sampling import RepetitionDetection, SamplingDefaults, TokenLogprobs
 from baton.messages.speculation import NO_DRAFTS, DraftCounts

@@ -10,11 +10,9 @@ from functools import lru_cache
 
 from baton.errors import TransferCause
 from baton.messages.adapters import AdapterList, AdapterReport
-from baton.messages.capabilities import GENERATES, GENERATES_AND_EMBEDS, Capability
 from baton.messages.ids import AttemptKey, Peer
 from baton.messages.kv_cache import KVCacheUpdate
-from baton.messages.node_shape import ONE_RANK as ONE_RANK
-from baton.messages.node_shape import NodeShape as NodeShape
+from baton.messages.node_model import GENERATES, GENERATES_AND_EMBEDS, Capability, NodeShape
 from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import TokenLogprobs
 from baton.messages.spans import DECIDE_ROWS

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from baton.messages.node_shape import NodeShape
+from baton.messages.node_model import NodeShape
 from baton.values import value
 
 

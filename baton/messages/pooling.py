@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from baton.messages.capabilities import Capability
+from baton.messages.node_model import Capability
 from baton.values import value
 
 Activation = Literal["softmax", "sigmoid", "identity"]

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from baton.messages.capabilities import GENERATES, Capability
 from baton.messages.ids import Peer
+from baton.messages.node_model import GENERATES, Capability
 from baton.model_formats.encoder_decoders import aligned
 from baton.values import value
 

@@ -10,7 +10,7 @@ from baton.config.setting import settings_for
 from baton.engine.runner import ModelRunner
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import ConfigError
-from baton.messages.capabilities import Capability
+from baton.messages.node_model import Capability
 from baton.messages.speculation import SpeculationConfig
 from baton.runner import DraftSpec, RunnerSpec, SimulatedSpec, StepTime, TorchSpec
 from baton.runner.blocks.host_blocks import host_blocks_in

@@ -13,7 +13,7 @@ import torch
 
 from baton.engine.runner import ModelInfo
 from baton.errors import ConfigError
-from baton.messages.capabilities import Capability
+from baton.messages.node_model import Capability
 from baton.messages.node_report import ComputePath
 from baton.messages.request_limits import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from baton.model_formats.images import ImageLimits

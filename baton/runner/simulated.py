@@ -17,7 +17,7 @@ import xxhash
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, ModelInfo, OneProcessRunner
-from baton.messages.capabilities import Capability
+from baton.messages.node_model import Capability
 from baton.messages.pooling import NO_POOLING_FILES, Pooling, PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.messages.spans import EncoderContent

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
-from baton.messages.capabilities import Capability, check_capable
 from baton.messages.generation import ModelCard
+from baton.messages.node_model import Capability, check_capable
 from baton.messages.pooling import EMBEDDING_KINDS, Pooling, PoolingParams, PoolingRequest
 
 _ALL = frozenset(Capability)

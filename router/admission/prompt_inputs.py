@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.errors import ContextLengthExceeded, InvalidRequest, NoCapacity
-from baton.messages.capabilities import Capability, check_capable
 from baton.messages.generation import GenerateRequest, ModelCard
+from baton.messages.node_model import Capability, check_capable
 from baton.messages.prompt_rows import PromptRows, UnsoundRows, read_rows
 from baton.messages.request_limits import MAX_AUDIO_BYTES, MAX_SPANS
 from baton.messages.spans import PLACEHOLDER, ContentKind, EncoderContent, Span, digest_of_rows, source_spans

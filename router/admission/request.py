@@ -8,8 +8,8 @@ from typing import Annotated
 
 from pydantic import PlainSerializer
 
-from baton.messages.capabilities import GENERATES, Capability
 from baton.messages.generation import ReasoningBegin
+from baton.messages.node_model import GENERATES, Capability
 from baton.messages.request_spec import RequestSpec
 from baton.values import value
 

@@ -27,8 +27,8 @@ from baton.messages.adapters import (
     is_adapter_directory,
     is_adapter_name,
 )
-from baton.messages.capabilities import Capability, check_capable
 from baton.messages.node import NodeDescription
+from baton.messages.node_model import Capability, check_capable
 from baton.model_formats.adapters import AdapterInfo
 from baton.registry import DesiredChange, DesiredState
 from baton.registry.desired import forget_adapter, name_adapter

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from baton.messages.node import ONE_RANK, NodeDescription, NodeShape, StageTimings, StepFigures
+from baton.messages.node import NodeDescription, StageTimings, StepFigures
+from baton.messages.node_model import ONE_RANK, NodeShape
 from router.placement.rates import AT_ONCE, GUESS, StepLearner, StepRates, TransferLearner
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from baton.errors import ContextLengthExceeded, NoCapacity
-from baton.messages.capabilities import GENERATES, Capability, in_order
 from baton.messages.ids import Peer
 from baton.messages.kv_cache import KVFormat
 from baton.messages.node import NodeDescription, Role
+from baton.messages.node_model import GENERATES, Capability, in_order
 from baton.values import value
 from router.admission.request import ValidRequest
 from router.placement.reasons import EMBEDDING, IN_TURN, LEAST_LOADED, Reason, no_node_left, no_pair_agrees

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from baton.errors import BatonError, NoCapacity
-from baton.messages.capabilities import TRANSCRIBES, Capability
 from baton.messages.ids import Peer
 from baton.messages.kv_cache import KVFormat
 from baton.messages.node import NodeDescription, Outcome, RequestDelta, Role, StageTimings, StepReport
+from baton.messages.node_model import TRANSCRIBES, Capability
 from baton.observe.metrics import Distribution, Figure
 from router.admission.request import ValidRequest
 from router.placement.breaker import FAILURES, PAIR_FAILURES, Breakers

@@ -10,10 +10,10 @@ from cachetools import FIFOCache
 
 from baton.engine.sequences.sequence_group import most_at_once
 from baton.messages.adapters import AdapterReport
-from baton.messages.capabilities import Capability, in_order
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import KVFormat
 from baton.messages.node import LoadReport, NodeDescription, Role
+from baton.messages.node_model import Capability, in_order
 from baton.messages.operator import NodeStatus
 from baton.registry import DesiredState, NodeRecord
 from router.listeners import Listeners

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.messages.generation import GenerateRequest
-from baton.messages.node import NodeShape
+from baton.messages.node_model import NodeShape
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner

@@ -14,8 +14,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from baton.config import RouterConfig
 from baton.errors import ConfigError, DeadlineExceeded, Draining, InvalidRequest, RequestNotFound, Unreachable
-from baton.messages.capabilities import GENERATES
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
+from baton.messages.node_model import GENERATES
 from baton.runner import SimulatedSpec
 from baton.wire.clients.generation_client import GenerationStub
 from baton.wire.clients.operator_client import OperatorClient

@@ -13,7 +13,7 @@ import pytest
 
 from baton.engine.batch import NewRequestData, SchedulerOutput
 from baton.engine.runner import ModelRunner, RunnerLost
-from baton.messages.node import NodeShape
+from baton.messages.node_model import NodeShape
 from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec
 from baton.runner.loading import load_runner

@@ -10,7 +10,7 @@ import numpy as np
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import RunnerLost
-from baton.messages.node import NodeShape
+from baton.messages.node_model import NodeShape
 from baton.runner import SimulatedSpec
 from baton.runner.simulated import SimulatedRunner
 

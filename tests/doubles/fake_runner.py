@@ -23,7 +23,7 @@ from baton.engine.batch import ForkedRequestData, ModelRunnerOutput, SchedulerOu
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, LayerGeometry, LayerGroup, ModelInfo, OneProcessRunner
 from baton.engine.sequences.beams import BeamSearch
 from baton.errors import AdapterRefused, InvalidRequest
-from baton.messages.capabilities import Capability
+from baton.messages.node_model import Capability
 from baton.messages.pooling import NO_POOLING_FILES, PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.messages.spans import EncoderContent, Span

@@ -18,7 +18,8 @@ import pytest
 
 from baton.errors import Cancelled, DeadlineExceeded, TransferFailed, WouldBeLate
 from baton.messages.ids import AttemptKey
-from baton.messages.node import NodeShape, Role
+from baton.messages.node import Role
+from baton.messages.node_model import NodeShape
 from baton.messages.node_report import TraceEvent
 from tests.doubles.fake_ranked_runner import LossMoment
 from tests.fault.test_fault_schedules import PATIENCE_S, Schedule

@@ -17,8 +17,8 @@ from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.errors import ConfigError
-from baton.messages.capabilities import Capability
 from baton.messages.node import Leg, Outcome
+from baton.messages.node_model import Capability
 from baton.messages.pooling import EMBEDDING_KINDS, Pooling, PoolingParams
 from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams

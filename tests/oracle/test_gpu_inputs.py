@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baton.engine.request import Request
-from baton.messages.capabilities import Capability
+from baton.messages.node_model import Capability
 from baton.messages.pooling import EMBEDDING_KINDS, Pooling, PoolingParams
 from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams

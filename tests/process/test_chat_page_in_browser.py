@@ -11,7 +11,7 @@ import pytest
 
 from baton.errors import EngineFault
 from baton.messages.adapters import AdapterSource
-from baton.messages.capabilities import EMBEDS, GENERATES, Capability
+from baton.messages.node_model import EMBEDS, GENERATES, Capability
 from baton.security.http_access import PageAuthenticator
 from baton.security.keys import KeyRing, new_key, write_keys
 from baton.security.matrix import CallerRole

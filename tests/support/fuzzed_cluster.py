@@ -15,9 +15,9 @@ from baton.messages.node import NodeDescription, StepReport
 from baton.messages.sampling import SamplingParams
 from baton.v1 import generation_pb2 as pb
 from baton.wire.services.generation_service import SERVICE_NAME, GenerationServicer
+from router.admission.limits import DispatchLimits
 from router.dispatcher import Dispatcher
 from router.front import GenerationHandler
-from router.limits import DispatchLimits
 from router.timers import LoopTimers, TimerHandle
 from tests.doubles.fake_tokenizer import FakeTokenizer
 from tests.doubles.faulty_transfer_backend import Faults

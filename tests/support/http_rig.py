@@ -9,9 +9,9 @@ from datetime import datetime
 from pathlib import Path
 from random import Random
 
-from baton.messages.capabilities import GENERATES_AND_EMBEDS
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.messages.generation import Path as Route
+from baton.messages.node_model import GENERATES_AND_EMBEDS
 from baton.messages.pooling import ModelPooling
 from baton.security.http_access import PageAuthenticator
 from baton.security.keys import KeyRing, new_key, write_keys

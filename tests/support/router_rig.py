@@ -15,11 +15,11 @@ from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, 
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Abort, Adopt, LoadReport, NodeDescription, Outcome, RequestDelta, StageTimings, Submit
 from baton.messages.sampling import TokenLogprobs
+from router.admission.limits import DispatchLimits
 from router.admission.request import ValidRequest
 from router.dispatcher import Dispatcher
 from router.flight.flight_record import FlightJournal
 from router.flight.timeline import RequestSpans
-from router.limits import DispatchLimits
 from router.live_requests import LiveRequests
 from router.node_links import NodeLinks
 from router.placement.placement import Placement

@@ -54,8 +54,8 @@ from kv_transfer.receiver.transfer import TransferBook
 from kv_transfer.sender.lease_values import LeaseTimes
 from prefill_node.connector import OfferConnector
 from prefill_node.handoff import HandOff
+from router.admission.limits import DispatchLimits
 from router.dispatcher import Dispatcher
-from router.limits import DispatchLimits
 from router.node_links import NodeLinks
 from router.placement.view import ClusterView
 from router.timers import LoopTimers

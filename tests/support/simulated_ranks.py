@@ -15,7 +15,8 @@ from typing import Any
 
 from baton.engine.runner import RunnerLost
 from baton.messages.ids import AttemptKey
-from baton.messages.node import ONE_RANK, NodeDescription, NodeShape, Role
+from baton.messages.node import NodeDescription, Role
+from baton.messages.node_model import ONE_RANK, NodeShape
 from baton.node.lifecycle import NodeStop
 from baton.node.reports.logs import EventLog
 from baton.registry import NodeRecord

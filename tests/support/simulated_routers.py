@@ -13,9 +13,9 @@ from typing import Any
 from baton.client.continuation import Call, CallKind, Continuation, EndpointRotation, with_id_and_seed
 from baton.errors import BatonError, Unreachable
 from baton.messages.generation import GenerateEvent, GenerateRequest, ModelCard
+from router.admission.limits import DispatchLimits
 from router.dispatcher import Dispatcher
 from router.flight.flight_record import FlightJournal
-from router.limits import DispatchLimits
 from router.node_links import NodeLinks
 from router.placement.view import ClusterView
 from router.timers import LoopTimers

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from baton.messages.capabilities import GENERATES, Capability
+from baton.messages.node_model import GENERATES, Capability
 from baton.model_formats.audio import AudioLimits
 from baton.text.prompts import SpeechPrompts
 from router.http.audio.endpoint import SpeechRules

@@ -17,7 +17,7 @@ from statistics import median
 from baton.bench.micro.engine import BLOCK_SIZE, EngineBenchConfig
 from baton.bench.micro.engine_drive import EngineDrive, by_turns, load_with_room, rates_by_turns
 from baton.engine.runner import ModelRunner
-from baton.messages.node import NodeShape
+from baton.messages.node_model import NodeShape
 from baton.runner import TorchSpec, load
 from baton.runner.execution.step_thread import StepThread
 

@@ -12,11 +12,12 @@ from baton.bench.arrangement import Arrangement
 from baton.bench.flag import Flag
 from baton.bench.simulator.step_times import FormulaTimes, StepTimes
 from baton.errors import InvalidRequest
-from baton.messages.node import ONE_RANK, NodeShape, Role
+from baton.messages.node import Role
+from baton.messages.node_model import ONE_RANK, NodeShape
 from baton.messages.speculation import MAX_DRAFTS, SpeculationConfig
 
 if TYPE_CHECKING:
-    from router.limits import DispatchLimits
+    from router.admission.limits import DispatchLimits
 
 Preset = Literal["distserve", "mooncake", "fleet"]
 """Published experiments that can be repeated."""

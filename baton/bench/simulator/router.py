@@ -35,12 +35,12 @@ from baton.messages.node import (
 from baton.messages.sampling import SamplingParams
 from baton.node.reports.reports import node_record
 from baton.registry import NodeRecord
+from router.admission.limits import DispatchLimits
 from router.admission.request import ValidRequest
 from router.flight.active_request import ActiveRequest, ClientCall
 from router.flight.answer import Answer
 from router.flight.event_queue import EventQueue, FairQueue
 from router.flight.flight_table import AttemptCause
-from router.limits import DispatchLimits
 from router.live_requests import LiveRequests
 from router.placement.placement import Candidates
 from router.placement.placer import Placer

@@ -23,7 +23,7 @@ from baton.bench.flag import Flag
 from baton.bench.simulator.config import NodeSizes
 from baton.bench.simulator.step_times import StepTimes
 from baton.errors import InvalidRequest
-from baton.messages.node import NodeShape
+from baton.messages.node_model import NodeShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from baton.cli.bench.options import (
 from baton.cli.output import Format, OutputOption, print_note, print_table, print_text
 from baton.config.kinds import KVCacheDtype
 from baton.errors import UsageError
-from baton.messages.node import NodeShape
+from baton.messages.node_model import NodeShape
 from baton.model_formats.adapters import MAX_RANK
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from baton.cli.bench.options import (
 from baton.cli.bench.serve import usage_errors
 from baton.cli.output import Format, OutputOption, print_note, print_table
 from baton.errors import BatonError, Cancelled, InvalidRequest
-from baton.messages.node import NodeShape
+from baton.messages.node_model import NodeShape
 from baton.models.resolve import FoundModel
 
 BUNDLED = "bundled"

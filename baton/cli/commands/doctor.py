@@ -17,7 +17,7 @@ from baton.cli.views.doctor_checks import Finding, Level, run_checks, worst_leve
 from baton.config import bundled_model_dir
 from baton.config.kinds import Dtype
 from baton.config.load import MODELS, config_file, view
-from baton.messages.node import NodeShape
+from baton.messages.node_model import NodeShape
 from baton.security.redaction import without_password
 
 

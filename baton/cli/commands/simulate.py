@@ -25,7 +25,8 @@ from baton.cli.bench.serve import count_requests, slo_of, usage_errors
 from baton.cli.output import Format, OutputOption, print_table, print_text
 from baton.cli.waiting import ProgressLine
 from baton.errors import BatonError, InvalidRequest
-from baton.messages.node import ONE_RANK, NodeShape, Role
+from baton.messages.node import Role
+from baton.messages.node_model import ONE_RANK, NodeShape
 
 if TYPE_CHECKING:
     from baton.bench.simulator.plan import SimulationPlan

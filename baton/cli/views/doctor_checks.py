@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.cli.output import size
-from baton.messages.node import NodeShape
+from baton.messages.node_model import NodeShape
 from baton.registry.embedded import INSTALL_SERVER, NO_SERVER
 
 if TYPE_CHECKING:

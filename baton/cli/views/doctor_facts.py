@@ -23,7 +23,7 @@ from baton.cli.cluster.run_dir import default_run_dir
 from baton.cli.views.doctor_checks import Facts, ModelFacts
 from baton.config import UpConfig
 from baton.errors import BatonError, ConfigError
-from baton.messages.node import ONE_RANK, NodeShape
+from baton.messages.node_model import ONE_RANK, NodeShape
 from baton.models.resolve import FoundModel
 
 if TYPE_CHECKING:

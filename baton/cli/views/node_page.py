@@ -10,8 +10,8 @@ from typing import Any
 from baton.cli.output import duration, fine_duration, size, table_lines
 from baton.cli.views.rows import lease_json, oldest_first
 from baton.messages.adapters import NodeAdapter
-from baton.messages.capabilities import in_order
 from baton.messages.node import LoadReport, NodeDescription
+from baton.messages.node_model import in_order
 from baton.messages.node_report import KV_PROBE_FAILED, HandoffReport, NodeReport, RankReport
 from baton.messages.operator import NodeStatus
 

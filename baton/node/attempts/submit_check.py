@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from baton.engine.request import Request
 from baton.engine.sequences.beams import MAX_BEAMS, MIN_BEAMS
 from baton.messages.adapters import is_adapter_digest
-from baton.messages.capabilities import Capability
 from baton.messages.ids import SCOPED_ID_PATTERN
 from baton.messages.kv_cache import block_sizes_fit
 from baton.messages.node import Leg, NodeDescription, Role, Submit
+from baton.messages.node_model import Capability
 from baton.messages.pooling import Pooling, PoolingParams
 from baton.messages.prompt_rows import are_finite
 from baton.messages.request_limits import (

@@ -14,9 +14,9 @@ from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
 from baton.engine.runner import ModelRunner
 from baton.engine.scheduler import Scheduler
 from baton.errors import InvalidRequest
-from baton.messages.capabilities import Capability
 from baton.messages.kv_cache import BlockStored, KVCacheUpdate
 from baton.messages.node import LoadReport, NodeDescription, RequestDelta, Role, StageTimings
+from baton.messages.node_model import Capability
 from baton.messages.node_report import KV_PROBE_FAILED, FailedProbe, RefusedLink
 from baton.registry import NodeRecord
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.engine.batch import NewRequestData
-from baton.messages.capabilities import GENERATES, TRANSCRIBES, Capability
+from baton.messages.node_model import GENERATES, TRANSCRIBES, Capability
 from baton.messages.node_report import ComputePath
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import source_spans

@@ -9,7 +9,6 @@ from typing import Any
 from google.protobuf.message import Message
 
 from baton.errors import BatonError, InvalidRequest
-from baton.messages.capabilities import in_order, known_capabilities
 from baton.messages.generation import (
     Accepted,
     Chunk,
@@ -23,6 +22,7 @@ from baton.messages.generation import (
     SequenceFinished,
 )
 from baton.messages.node import FINISH_REASONS
+from baton.messages.node_model import in_order, known_capabilities
 from baton.messages.pooling import EmbedInput, EmbedRequest, EmbedResponse, EmbedResult, EmbedTask, Pooling
 from baton.messages.speculation import DraftCounts
 from baton.v1 import generation_pb2 as generation

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from baton.errors import InvalidRequest, TransferCause
 from baton.messages.adapters import AdapterList, AdapterReport
-from baton.messages.capabilities import in_order, known_capabilities
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheUpdate, Tier
 from baton.messages.node import (
@@ -24,6 +23,7 @@ from baton.messages.node import (
     Submit,
     WatchKVCache,
 )
+from baton.messages.node_model import in_order, known_capabilities
 from baton.messages.node_report import (
     FailedProbe,
     HandoffReport,

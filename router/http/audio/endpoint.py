@@ -12,7 +12,7 @@ from typing import Any
 from starlette.types import Scope
 
 from baton.errors import DeadlineExceeded, InvalidRequest, QueueFull
-from baton.messages.capabilities import Capability
+from baton.messages.node_model import Capability
 from baton.model_formats.audio import AudioLimits, Recording, UnusableAudio, decode_audio, divided
 from baton.model_formats.limits import AUDIO_RATE
 from baton.text.prompts import SpeechPrompts

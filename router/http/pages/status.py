@@ -9,8 +9,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 import baton
-from baton.messages.capabilities import Capability, in_order
 from baton.messages.generation import ModelCard
+from baton.messages.node_model import Capability, in_order
 from baton.observe.metrics import CONTENT_TYPE
 from baton.wire.services.operator_service import AdapterHandler
 from router.admission.checks import check_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import UnsupportedRequest
-from baton.messages.capabilities import EMBEDS, GENERATES, Capability, check_capable, in_order, known_capabilities
+from baton.messages.node_model import EMBEDS, GENERATES, Capability, check_capable, in_order, known_capabilities
 
 
 def test_names_of_a_newer_version_are_left_out() -> None:

@@ -18,7 +18,8 @@ from baton.bench.simulator.step_times import FormulaTimes, StepTimes, TableTimes
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.cli.main import main
 from baton.errors import InvalidRequest
-from baton.messages.node import ONE_RANK, NodeShape, Role
+from baton.messages.node import Role
+from baton.messages.node_model import ONE_RANK, NodeShape
 from tests.support.outside import assert_result_as_frozen
 
 FORMULA = FormulaTimes()

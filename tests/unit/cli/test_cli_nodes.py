@@ -21,9 +21,9 @@ from baton.cli.views.cluster_view import view_cluster
 from baton.cli.views.node_page import node_json, node_lines
 from baton.cli.views.rows import lease_json, lease_row, oldest_first
 from baton.errors import DeadlineExceeded, NodeNotFound
-from baton.messages.capabilities import Capability
 from baton.messages.ids import AttemptKey
 from baton.messages.node import LoadReport
+from baton.messages.node_model import Capability
 from baton.messages.node_report import (
     ComputePath,
     EndedHandoffs,

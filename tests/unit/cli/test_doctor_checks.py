@@ -10,7 +10,7 @@ import pytest
 
 from baton import __version__
 from baton.cli.views.doctor_checks import Facts, Finding, Level, ModelFacts, run_checks, worst_level
-from baton.messages.node import NodeShape
+from baton.messages.node_model import NodeShape
 from baton.registry.connection import ServerMemory
 
 FASTEST = [("products", "C kernels, avx512_bf16", ""), ("decoder", "Baton's loop over the layers", "")]

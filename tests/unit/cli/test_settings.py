@@ -20,7 +20,7 @@ from baton.config.router import RouterSettings
 from baton.config.setting import Setting, flag_of, flags_of, key_of, settings_for, settings_of, value_text
 from baton.engine.scheduler_config import SchedulerConfig
 from kv_transfer.sender.lease_values import LeaseTimes
-from router.limits import DispatchLimits
+from router.admission.limits import DispatchLimits
 from router.placement.placer import PlacementSettings, Policy
 from router.process import placement_settings
 from tests.support.load_script import load_script

@@ -19,7 +19,8 @@ from baton.engine.connector import KVTransferOutput
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.errors import BackgroundFault, BatonError, ConfigError, EngineFault, NodeLost
 from baton.messages.ids import AttemptKey
-from baton.messages.node import Adopt, Leg, NodeDescription, NodeShape, Outcome, RequestDelta, Role, Submit
+from baton.messages.node import Adopt, Leg, NodeDescription, Outcome, RequestDelta, Role, Submit
+from baton.messages.node_model import NodeShape
 from baton.messages.node_report import HandoffReport, HandoffSide, OpenHandoff
 from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams

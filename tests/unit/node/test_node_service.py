@@ -16,7 +16,6 @@ from baton.engine.connector import KVTransferOutput, LostKV
 from baton.engine.sequences.beams import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import Draining, TransferCause
-from baton.messages.capabilities import GENERATES, Capability
 from baton.messages.ids import AttemptKey
 from baton.messages.node import (
     HEARTBEAT_S,
@@ -31,6 +30,7 @@ from baton.messages.node import (
     StepReport,
     Submit,
 )
+from baton.messages.node_model import GENERATES, Capability
 from baton.messages.node_report import (
     FailedProbe,
     HandoffReport,

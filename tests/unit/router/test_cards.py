@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.messages.capabilities import GENERATES, GENERATES_AND_EMBEDS, Capability
 from baton.messages.generation import ModelCard
+from baton.messages.node_model import GENERATES, GENERATES_AND_EMBEDS, Capability
 from baton.messages.sampling import SamplingDefaults
 from router.cards import CurrentCard, card_of_nodes
 from router.placement.view import ClusterView

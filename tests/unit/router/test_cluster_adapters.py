@@ -19,8 +19,8 @@ from baton.errors import (
     UnsupportedRequest,
 )
 from baton.messages.adapters import MAX_ADAPTERS, AdapterList, AdapterRefusal, AdapterSource, LoadedAdapter
-from baton.messages.capabilities import GENERATES, Capability
 from baton.messages.node import Leg, NodeDescription, Outcome, RequestDelta, Submit
+from baton.messages.node_model import GENERATES, Capability
 from baton.model_formats.adapters import AdapterInfo
 from baton.registry import DesiredChange, DesiredState
 from baton.registry.desired import NamedAdapter

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest, NoCapacity
-from baton.messages.capabilities import EMBEDS, GENERATES
 from baton.messages.kv_cache import KVFormat
 from baton.messages.node import NodeDescription
+from baton.messages.node_model import EMBEDS, GENERATES
 from router.placement.cost_model import NodeCosts, PlacementQuery, ServiceLevel, cheapest, newcomer_share, node_costs
 from router.placement.cost_table import CostTable, fitting_kinds
 from router.placement.placement import Candidate, Candidates, Demand, Origin, fitting_nodes, may_serve, with_room

@@ -24,8 +24,8 @@ from baton.errors import (
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Adopt, Leg, LoadReport, Outcome, RequestDelta, StageTimings
+from router.admission.limits import DispatchLimits
 from router.flight.flight_table import AttemptCause
-from router.limits import DispatchLimits
 from router.node_links import MAX_BROKEN
 from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import Reader, RouterRig, router_rig

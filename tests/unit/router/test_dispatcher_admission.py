@@ -17,7 +17,7 @@ from baton.errors import (
 )
 from baton.messages.node import LoadReport, NodeDescription, Outcome
 from baton.observe.metrics import render
-from router.limits import DispatchLimits
+from router.admission.limits import DispatchLimits
 from router.operations.metrics import figures
 from router.placement.placer import PlacementSettings, Placer, Policy
 from tests.support.router_parts import decode, prefill

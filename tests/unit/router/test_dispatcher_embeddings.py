@@ -17,8 +17,8 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import Leg, LoadReport, NodeDescription, Outcome, RequestDelta, StageTimings
 from baton.messages.pooling import PoolingRequest
 from baton.observe.metrics import Distribution, Figure, declared_figures
+from router.admission.limits import DispatchLimits
 from router.flight.timeline import timeline
-from router.limits import DispatchLimits
 from router.placement.placer import PlacementSettings, Placer, Policy
 from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import RouterRig, router_rig

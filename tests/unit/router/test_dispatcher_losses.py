@@ -10,8 +10,8 @@ import pytest
 
 from baton.errors import InvalidRequest, NoCapacity, Status
 from baton.messages.node import Leg, Outcome, RequestDelta, Submit
+from router.admission.limits import DispatchLimits
 from router.flight.flight_table import AttemptCause
-from router.limits import DispatchLimits
 from router.live_requests import PLACED_PER_TURN
 from router.losses import FLIGHTS_PER_TURN
 from router.placement.placer import PlacementSettings, Placer, Policy

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from baton.errors import Cancelled, InvalidRequest, QueueFull, UnsupportedRequest
-from baton.messages.capabilities import GENERATES, Capability
 from baton.messages.generation import PromptEmbeds
 from baton.messages.ids import AttemptKey
 from baton.messages.node import NodeDescription, Outcome, Submit
+from baton.messages.node_model import GENERATES, Capability
 from baton.messages.sampling import SamplingParams
+from router.admission.limits import DispatchLimits
 from router.admission.request import ValidRequest
-from router.limits import DispatchLimits
 from tests.support.given_spans import random_rows, safetensors_of, span_of
 from tests.support.router_parts import MODEL, decode, prefill
 from tests.support.router_rig import RouterRig, router_rig

@@ -10,9 +10,9 @@ from baton.errors import RequestNotFound, Status, VersionGone
 from baton.messages.ids import AttemptKey
 from baton.messages.node import NodeDescription, Outcome
 from baton.messages.sampling import SamplingParams
+from router.admission.limits import DispatchLimits
 from router.admission.request import ValidRequest
 from router.http.errors import kind_of
-from router.limits import DispatchLimits
 from tests.support.router_parts import MODEL, decode
 from tests.support.router_rig import RouterRig, router_rig
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.messages.capabilities import Capability
 from baton.messages.generation import ModelCard
 from baton.messages.ids import AttemptKey
+from baton.messages.node_model import Capability
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import ContentKind, EncoderContent, source_spans
 from router.admission.request import ValidRequest

@@ -17,9 +17,9 @@ from baton.errors import InvalidRequest, QueueFull, UnknownModel
 from baton.messages.generation import ModelCard
 from baton.security.matrix import Caller, CallerRole, current_caller
 from baton.text.detokenizer import TextCodec
+from router.admission.limits import DispatchLimits
 from router.dispatcher import Dispatcher
 from router.front import GenerationHandler
-from router.limits import DispatchLimits
 from router.node_links import NodeLinks
 from router.placement.view import ClusterView
 from tests.doubles.fake_node import FakeNodes

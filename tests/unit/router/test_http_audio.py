@@ -18,8 +18,8 @@ import pytest
 from openai.types.audio import TranscriptionVerbose
 
 from baton.errors import EngineFault, VersionGone
-from baton.messages.capabilities import Capability
 from baton.messages.generation import Chunk
+from baton.messages.node_model import Capability
 from baton.messages.pooling import Pooling, PoolingRequest
 from baton.messages.sampling import TokenLogprobs
 from baton.model_formats.audio import AudioLimits, UnusableAudio, decode_audio, pcm_of, windows

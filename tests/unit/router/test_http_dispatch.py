@@ -12,8 +12,8 @@ from baton.errors import TransferCause
 from baton.messages.node import Outcome, RequestDelta
 from baton.messages.sampling import Constraint, TokenLogprobs
 from baton.text.chat_template import DEFAULT_TEMPLATE
+from router.admission.limits import DispatchLimits
 from router.front import GenerationHandler
-from router.limits import DispatchLimits
 from tests.doubles.fake_tokenizer import FakeTokenizer
 from tests.support.http_client import AsgiClient, Exchange
 from tests.support.http_rig import CARD, HttpRig

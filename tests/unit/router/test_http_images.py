@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest, UnsupportedRequest
-from baton.messages.capabilities import GENERATES, Capability
 from baton.messages.generation import ModelCard
+from baton.messages.node_model import GENERATES, Capability
 from baton.messages.spans import PLACEHOLDER, EncoderContent
 from baton.model_formats.images import ImageLimits
 from baton.text.prompts import ImagePrompts

@@ -24,9 +24,9 @@ from baton.messages.generation import Accepted, Chunk, Delivery, Finished, Gener
 from baton.messages.logprob_rows import BLOCK_ROWS, row_bytes
 from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams
+from router.admission.limits import DispatchLimits
 from router.admission.logprob_budget import KEPT_TOKENS, UNREAD_TOKENS, LogprobBudget, reservation_for
 from router.admission.request import ValidRequest
-from router.limits import DispatchLimits
 from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import RouterRig, router_rig
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import NoCapacity
-from baton.messages.capabilities import Capability
 from baton.messages.node import LoadReport, NodeDescription, Role
+from baton.messages.node_model import Capability
 from baton.messages.sampling import SamplingDefaults
 from baton.registry import DesiredState
 from router.cards import card_of_nodes

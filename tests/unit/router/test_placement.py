@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest, NoCapacity
-from baton.messages.capabilities import GENERATES_AND_EMBEDS, Capability
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Leg, LoadReport, NodeDescription, Submit
+from baton.messages.node_model import GENERATES_AND_EMBEDS, Capability
 from baton.messages.pooling import Pooling, PoolingParams
 from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest, NoCapacity, TransferCause
-from baton.messages.capabilities import GENERATES, Capability
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import BlockStored, KVCacheUpdate
 from baton.messages.node import (
@@ -22,6 +21,7 @@ from baton.messages.node import (
     StepFigures,
     StepReport,
 )
+from baton.messages.node_model import GENERATES, Capability
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import EncoderContent, rows_key
 from baton.observe.metrics import Distribution, Figure

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from baton.errors import InvalidRequest, NoCapacity, UnsupportedRequest
-from baton.messages.capabilities import GENERATES, Capability
 from baton.messages.generation import GenerateRequest, ModelCard, PromptEmbeds
+from baton.messages.node_model import GENERATES, Capability
 from baton.messages.prompt_rows import UnsoundRows, read_rows
 from baton.messages.spans import Span, digest_of_rows
 from baton.model_formats.encoder_decoders import EncoderDecoder

@@ -14,9 +14,9 @@ from baton.messages.generation import Accepted, Finished, GenerateEvent, Generat
 from baton.messages.ids import SCOPED_ID_PATTERN, scoped, unscoped
 from baton.messages.node import Outcome
 from baton.security.matrix import Caller, CallerRole, current_caller
+from router.admission.limits import DispatchLimits
 from router.admission.tenants import MAX_LABELS, OTHERS, Tenants
 from router.front import GenerationHandler
-from router.limits import DispatchLimits
 from tests.doubles.fake_tokenizer import FakeTokenizer
 from tests.support.router_parts import MODEL, decode
 from tests.support.router_rig import Reader, RouterRig, router_rig

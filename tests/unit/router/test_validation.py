@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest, UnknownModel
-from baton.messages.capabilities import Capability
 from baton.messages.generation import GenerateRequest, ModelCard
+from baton.messages.node_model import Capability
 from baton.messages.pooling import Pooling, PoolingParams, PoolingRequest
 from baton.messages.sampling import Constraint, RepetitionDetection, SamplingDefaults, SamplingParams
 from baton.model_formats.encoder_decoders import EncoderDecoder

@@ -19,8 +19,8 @@ from baton.engine.batch import EngineCoreOutput
 from baton.engine.core import EngineCore
 from baton.engine.request import Request
 from baton.errors import AdapterRefused, ConfigError, InvalidRequest
-from baton.messages.capabilities import Capability
 from baton.messages.node import Outcome
+from baton.messages.node_model import Capability
 from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import ContentKind, EncoderContent, Span, source_spans

@@ -11,7 +11,7 @@ import pytest
 from baton.cli.cluster.supervisor.preflight import check_architecture, without_decode_nodes
 from baton.config import UpConfig, load
 from baton.errors import ConfigError
-from baton.messages.capabilities import Capability
+from baton.messages.node_model import Capability
 from baton.messages.pooling import ModelPooling, Pooling
 from baton.runner.model.pooling_files import is_encoder_directory, pooling_fields, read_pooling
 

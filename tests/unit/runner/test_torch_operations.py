@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.messages.capabilities import Capability
+from baton.messages.node_model import Capability
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelInfo
 from baton.runner.backends.low_rank import RowAdapters

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import BatonError, InvalidRequest, TransferCause
-from baton.messages.capabilities import GENERATES_AND_EMBEDS
 from baton.messages.generation import (
     Accepted,
     Chunk,
@@ -36,6 +35,7 @@ from baton.messages.node import (
     Submit,
     WatchKVCache,
 )
+from baton.messages.node_model import GENERATES_AND_EMBEDS
 from baton.messages.node_report import (
     ComputePath,
     EndedHandoffs,

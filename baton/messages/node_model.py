@@ -1,13 +1,15 @@
-"""What a model can be asked to do: decided when it is loaded, published by its nodes, and checked by routers.
+"""A node's model: what it can be asked to do, and how it is divided among processes.
 
-A request needs one or several capabilities. It is placed only on nodes that have all of them; if no node has one, the
-request is refused with `UnsupportedRequest`, which names it.
+Nodes publish both. A request needs one or several capabilities. It is placed only on nodes that have all of them; if no
+node has one, the request is refused with `UnsupportedRequest`, which names it. Operators' commands import this module,
+so it imports little.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from baton.errors import UnsupportedRequest
 
@@ -58,3 +60,30 @@ def check_capable(model: str, needs: Collection[Capability], can: Collection[Cap
     lacking = in_order([capability for capability in needs if capability not in can])
     if lacking:
         raise UnsupportedRequest("model", f"{model!r} can't do {', '.join(lacking)}; it can {', '.join(in_order(can))}")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class NodeShape:
+    """A node's numbers of ranks and of stages; as text `tp2` or `tp2 pp2`."""
+
+    tp: int = 1
+    """Ranks that compute each layer together, each its own columns and attention heads."""
+    pp: int = 1
+    """Stages, each of which has consecutive layers and `tp` ranks."""
+
+    @classmethod
+    def of(cls, tp: int, pp: int) -> NodeShape:
+        """The shape that a message says; 0 is that of a version that does not say it."""
+        return cls(max(1, tp), max(1, pp))
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes that compute the model."""
+        return self.tp * self.pp
+
+    def __str__(self) -> str:
+        return f"tp{self.tp}" if self.pp == 1 else f"tp{self.tp} pp{self.pp}"
+
+
+ONE_RANK = NodeShape()
+"""The shape of a node whose model is computed by its own process alone."""

@@ -12,7 +12,7 @@ _SWITCH_INTERVAL_S = 0.0005
 
 
 def switch_threads_early() -> None:
-    """Let no thread keep the interpreter for long from the one that computes, once that one is ready to go on.
+    """Let no thread keep the interpreter for long from the thread that computes, once that thread is ready to go on.
 
     Called by processes that compute beside an event loop or a mover of blocks.
     """

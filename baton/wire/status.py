@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import grpc
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
 
 from baton import errors
 from baton.errors import (
@@ -63,10 +65,6 @@ def to_rpc(error: BatonError) -> RpcStatus:
 
     The trailing metadata contain when to retry after an `Overloaded`, and how many tokens a broken stream had sent.
     """
-    # Only what fails needs them.
-    from google.rpc import error_details_pb2, status_pb2
-    from grpc_status import rpc_status
-
     rich_status = status_pb2.Status(code=_CODES[error.status].value[0], message=_shortened(str(error)))
     info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=_DOMAIN)
     info.metadata["retryable"] = str(error.retryable).lower()
@@ -113,10 +111,6 @@ def from_rpc_error(error: grpc.RpcError, peer: str) -> BatonError:
 
 
 def _translate(error: grpc.Call | grpc.aio.AioRpcError, peer: str) -> BatonError:
-    # Only what fails needs them.
-    from google.rpc import error_details_pb2
-    from grpc_status import rpc_status
-
     message = error.details() or error.code().name
     reason, field, metadata = "", "", {}
     try:

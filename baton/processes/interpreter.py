@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 _SWITCH_INTERVAL_S = 0.0005
 """Python's default of 5 ms is as long as a decode step."""
+_NEW_OBJECTS = 50_000
+"""So many are new before garbage is collected while modules are imported. Python's default is 700."""
 
 
 def switch_threads_early() -> None:
@@ -19,12 +21,9 @@ def switch_threads_early() -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
 
-_NEW_OBJECTS = 50_000
-
-
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Collect garbage only after many new objects (Python's default: 700).
+    """Collect garbage only after many new objects.
 
     Imports make objects that stay, those of torch and transformers hundreds of thousands. Looking at them again and
     again takes a tenth of the time of the imports.

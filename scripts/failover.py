@@ -43,6 +43,7 @@ from router.node_links import NodeLinks
 from router.operations.idle_collector import set_thresholds
 from router.placement.placement import Placement
 from router.placement.placer import Placer
+from router.placement.reasons import LEAST_LOADED
 from router.placement.view import ClusterView
 from router.timers import LoopTimers
 from tests.doubles.fake_flight_records import FakeFlightRecords, FakeFlightStore
@@ -194,7 +195,7 @@ async def takeover(num_flights: int, num_prompt_tokens: int) -> Round:
     nodes = [_Node(router.fakes, index, 2) for index in range(2)]
     await router.attach(nodes)
     dead, prompt = FlightJournal(FakeFlightRecords(store, "c"), "router-0", time.time), [*range(num_prompt_tokens)]
-    pair = Placement(nodes[0].fake.description, nodes[1].fake.description, "")
+    pair = Placement(nodes[0].fake.description, nodes[1].fake.description, LEAST_LOADED)
     for number in range(num_flights):
         request = ValidRequest(prompt, SamplingParams(max_tokens=100, seed=1), request_id=f"r{number}", model=MODEL)
         dead.write(request, AttemptKey(request.request_id, 1, number + 1), pair)

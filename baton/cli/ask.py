@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from baton.cli.target import local_cluster
+from baton.cli.target import local_cluster, operator_client
 from baton.errors import BatonError, DeadlineExceeded, RequestNotFound, Unreachable
 from baton.messages.operator import NodeStatus
 from baton.security.access import default_access
@@ -34,11 +34,9 @@ def router_addresses(address: str | None, run_dir: Path | None) -> Sequence[str]
 
 def _answers(address: str | None, run_dir: Path | None, ask: Callable[[OperatorClient], T]) -> Iterator[T | BatonError]:
     """The answers of the routers, each asked when its answer is wanted, or the error of one that gave none."""
-    from baton.wire.clients.operator_client import OperatorClient
-
     for router in router_addresses(address, run_dir):
         try:
-            with closing(OperatorClient(router)) as client:
+            with closing(operator_client(router)) as client:
                 answer: T | BatonError = ask(client)
         except BatonError as error:
             answer = error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import importlib
 import io
 import math
@@ -16,6 +17,7 @@ import typer
 
 from baton.cli.output import print_note
 from baton.errors import BatonError, Cancelled, ExitCode
+from baton.processes.interpreter import rare_collections
 
 _COMMANDS = {
     "demo": (
@@ -79,8 +81,21 @@ _LEAST_SIMILARITY = 0.75
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Never raises."""
-    words = _as_documented(list(sys.argv[1:] if argv is None else argv))
+    """Run one command and return its exit code. Never raises.
+
+    `argv`: None for the command line of this process, which ends with the command.
+    """
+    try:
+        return _exit_code(list(sys.argv[1:] if argv is None else argv))
+    finally:
+        if argv is None:
+            # At its end the interpreter would collect garbage several times. That is a tenth of the time of a short
+            # command, and takes seconds with all the objects of torch and transformers.
+            gc.freeze()
+
+
+def _exit_code(argv: list[str]) -> int:
+    words = _as_documented(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal of another encoding shows ? for what it lacks.
         sys.stdout.reconfigure(errors="replace")
@@ -121,7 +136,9 @@ def _as_documented(words: list[str]) -> list[str]:
 
 
 def _run(words: list[str], command: str) -> int:
-    return int(_tree({command})(words, prog_name="baton", standalone_mode=False) or ExitCode.OK)
+    with rare_collections():
+        tree = _tree({command})
+    return int(tree(words, prog_name="baton", standalone_mode=False) or ExitCode.OK)
 
 
 def command_tree() -> Any:

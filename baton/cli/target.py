@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,8 +16,12 @@ from baton.cli.cluster.run_dir import RunDir, default_run_dir
 from baton.cli.cluster.state import ClusterState
 from baton.errors import BatonError, Unreachable, UsageError
 from baton.messages.operator import NodeStatus
+from baton.processes.interpreter import rare_collections
 from baton.security.access import Access, default_access
 from baton.security.tls_files import certificate_files
+
+if TYPE_CHECKING:
+    from baton.wire.clients.operator_client import OperatorClient
 
 AddressesOption = Annotated[
     list[str] | None,
@@ -158,6 +162,16 @@ def local_cluster(flag: Path | None, address_flag: str = "--address") -> LocalCl
         )
     use_certificates(state.certs, state.cluster)
     return LocalCluster(run_dir, state)
+
+
+def operator_client(address: str) -> OperatorClient:
+    """A client of the router with this operator address, on the main thread.
+
+    Its class is imported only now, since the help needs no gRPC.
+    """
+    with rare_collections():
+        from baton.wire.clients.operator_client import OperatorClient
+    return OperatorClient(address)
 
 
 def grpc_addresses(addresses: Sequence[str] | None, run_dir: Path | None) -> Sequence[str]:

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from typing import TYPE_CHECKING
@@ -28,12 +27,13 @@ from baton.observe.logs import log_also
 from baton.observe.loop_probe import ProbedEventLoop
 from baton.observe.ready import Ready, announce
 from baton.processes.ends import end_within
+from baton.processes.interpreter import rare_collections, switch_threads_early
 from baton.registry import Membership, NodeRecord, require
 from baton.registry.connection import with_authority
 from baton.registry.registry import Registry
 from baton.runner import load
 from baton.runner.backends.cpu import kernel_file
-from baton.runner.lean_imports import import_transformers, rare_collections
+from baton.runner.lean_imports import import_transformers
 from baton.security.binds import check_bind, is_loopback
 from baton.security.matrix import CallerRole
 from baton.wire.clients.node_client import NodeClient
@@ -41,10 +41,6 @@ from baton.wire.credentials import Dialer
 
 if TYPE_CHECKING:
     from baton.runner.stages.stage_leader import StageLeader
-
-_SWITCH_INTERVAL_S = 0.0005
-"""How long the event loop may keep the interpreter from an engine that is ready. Python's default of 5 ms is as long as
-a decode step."""
 
 _ANSWER_S = 2.0
 """How long another process of this name may take to answer."""
@@ -67,7 +63,7 @@ def run_node(config: NodeConfig, role_maker: Callable[[Role], RoleMaker]) -> int
     if is_loopback(config.host):
         # UCX listens as well, by default on every interface that it finds.
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    switch_threads_early()
     configure_failpoints(config.failpoints)
     # Before the model is loaded, which may take minutes.
     role = asyncio.run(_wanted_role(config))

@@ -6,14 +6,11 @@ takes as long to import as all the rest of transformers, and a good part of a pr
 compiles a model or spreads a tensor.
 
 Only Baton's own processes import so. `baton.LLM` runs in its user's process, which may do both.
-
-What is imported stays: `rare_collections` lets a process collect garbage less often meanwhile.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -87,21 +84,3 @@ class _CompilerOnDemand(ModuleType):
 
 def _unchanged(function: Callable[..., Any] | None = None, *_args: object, **_options: object) -> Any:
     return function if function is not None else _unchanged
-
-
-_NEW_OBJECTS = 50_000
-
-
-@contextmanager
-def rare_collections() -> Iterator[None]:
-    """Collect garbage only after many new objects (Python's default: 700).
-
-    Imports make objects that stay, those of torch and transformers hundreds of thousands. Looking at them again and
-    again takes a tenth of the imports' time.
-    """
-    first, *others = gc.get_threshold()
-    gc.set_threshold(max(first, _NEW_OBJECTS), *others)
-    try:
-        yield
-    finally:
-        gc.set_threshold(first, *others)

@@ -66,10 +66,10 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        spec = json.loads(backend.to_str())
-        self._added = {entry["id"]: entry for entry in spec.get("added_tokens", ())}
-        self._special = frozenset(token for token, entry in self._added.items() if entry["special"])
-        decoder = spec.get("decoder") or {}
+        self._added = backend.get_added_tokens_decoder()
+        self._special = frozenset(token for token, entry in self._added.items() if entry.special)
+        # What pickle would write of the decoder alone: the backend's own JSON has the whole vocabulary.
+        decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
         self._byte_level = decoder.get("type") == "ByteLevel"
         self._spells_bytes = any(part["type"] == "ByteLevel" for part in decoder.get("decoders", (decoder,)) if part)
         """Whether the characters of tokens stand for bytes, also where the text is decoded in further steps."""

@@ -144,11 +144,6 @@ class PartsMerge:
         """How many peers, calls, reads and fillings are remembered."""
         return len(self._peers) + len(self._connecting) + len(self._sub_reads) + len(self._fills)
 
-    @property
-    def num_unanswered(self) -> int:
-        """How many of the node's calls wait for an answer."""
-        return len(self._connecting) + len(self._reads) + len(self._fills)
-
     # Peers.
 
     def connect(self, node: PeerNode) -> list[MergeEffect]:

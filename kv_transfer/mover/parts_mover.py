@@ -77,13 +77,6 @@ class PartsMover:
             part.make_mover(partial(self._part_said, number)) for number, part in enumerate(parts)
         ]
 
-    @classmethod
-    def of_one(
-        cls, layout: KVLayout | None, make_mover: Callable[[DeliverEvent], PartMover], deliver: DeliverEvent
-    ) -> PartsMover:
-        """The mover of a node with one part."""
-        return cls(layout, [OwnPart(range(layout.num_layers if layout is not None else 1), make_mover)], deliver)
-
     @property
     def merge(self) -> PartsMerge:
         """What is divided, to be read and not to be changed."""

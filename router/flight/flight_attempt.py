@@ -181,7 +181,7 @@ class Attempt:
         if placement is None:
             return Path("", "", self.key.attempt, "")
         prefill = placement.prefill.node_id if placement.prefill else ""
-        return Path(prefill, placement.decode.node_id, self.key.attempt, placement.reason)
+        return Path(prefill, placement.decode.node_id, self.key.attempt, placement.reason.text)
 
     # --- messages to its nodes ---
 

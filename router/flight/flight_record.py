@@ -26,6 +26,7 @@ from baton.text.detokenizer import WindowDetokenizer
 from router.admission.request import ValidRequest
 from router.flight.event_queue import FairQueue
 from router.placement.placement import Origin, Placement
+from router.placement.reasons import ADOPTED_FROM_RECORD
 
 MAX_TRACEPARENT = 64
 _VERSION: Literal[2] = 2
@@ -191,4 +192,4 @@ def placement_in_record(
     wants_logprobs = record.request.sampling_params.logprobs is not None
     if wants_logprobs and min(positions, default=0) < record.num_given:
         return None
-    return Placement(attached.get(record.prefill), decode, "adopted from another router")
+    return Placement(attached.get(record.prefill), decode, ADOPTED_FROM_RECORD)

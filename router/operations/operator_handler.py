@@ -99,7 +99,7 @@ def explained(explanation: Explanation, now: float) -> PlacementDecision:
         age_s=max(0.0, now - decision.at),
         policy=decision.policy,
         decision=decision.decision,
-        reason=decision.reason,
+        reason=decision.reason.text,
         prompt_tokens=decision.prompt_tokens,
         prefill_node=decision.prefill,
         decode_node=decision.decode,

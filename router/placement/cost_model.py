@@ -32,6 +32,7 @@ from baton.messages.operator import PlacementWay
 from baton.values import value
 from router.placement.placement import Candidate, Demand
 from router.placement.rates import StepRates
+from router.placement.reasons import CHEAPER_ALONE, CHEAPEST_PAIR, Reason
 
 HANDOFF_MS = 2.0
 """The cost of a hand-off beside its bytes: a subscription, a confirmation, and the step that the request joins."""
@@ -244,8 +245,8 @@ class Way:
     prefill: NodeCosts | None
     decode: NodeCosts
     terms: PlacementWay
-    reason: str
-    """Empty if there was no pair to compare with."""
+    reason: Reason | None
+    """None if there was no pair to compare with."""
 
 
 def cheapest(query: PlacementQuery) -> Way | None:
@@ -311,7 +312,7 @@ def _cheapest_pair(query: PlacementQuery, prefills: Sequence[NodeCosts], decodes
     left = query.uncached(prefill)
     prefill_ms, last_chunk = prefill.prefill_ms(left), min(left, prefill.chunk)
     decode = _best(partners, _decode_keys(query, partners, last_chunk, prefill_ms))
-    return Way(prefill, decode, query.pair_terms(prefill, decode), "cheapest pair")
+    return Way(prefill, decode, query.pair_terms(prefill, decode), CHEAPEST_PAIR)
 
 
 def _has_partner(query: PlacementQuery, prefill: NodeCosts, decodes: Sequence[NodeCosts]) -> bool:
@@ -329,7 +330,7 @@ def _cheapest_alone(query: PlacementQuery, nodes: Sequence[NodeCosts], has_pair:
     if not nodes:
         return None
     node = _best(nodes, _alone_keys(query, nodes))
-    return Way(None, node, query.alone_terms(node), "cheaper on one node" if has_pair else "")
+    return Way(None, node, query.alone_terms(node), CHEAPER_ALONE if has_pair else None)
 
 
 # The keys below are like `key_of`, for the part of a way that depends on one node. `PlacementWay` has the parts of the

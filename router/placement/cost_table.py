@@ -32,6 +32,7 @@ from router.placement.cost_model import (
     share_grows_at,
 )
 from router.placement.placement import Candidate, Candidates, Demand, NodeSize, Origin, size_of
+from router.placement.reasons import CHEAPER_ALONE, CHEAPEST_PAIR
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -290,7 +291,7 @@ class CostTable:
         row = self._best(decodes, decode_ms * query.output_tokens + HANDOFF_MS + handoff_ms, missed, able_decodes)
         assert row is not None  # there is one that fits the prefill node
         decode = self._costs[row]
-        return Way(prefill, decode, query.pair_terms(prefill, decode), "cheapest pair")
+        return Way(prefill, decode, query.pair_terms(prefill, decode), CHEAPEST_PAIR)
 
     def _partners(self, prefill: str, pairs: Set[tuple[str, str]], able: RowMask) -> Bools:
         """The decode nodes among `able` whose pair with this prefill node is not passed over."""
@@ -332,7 +333,7 @@ class CostTable:
         if row is None:
             return None
         costs = self._costs[row]
-        return Way(None, costs, query.alone_terms(costs), "cheaper on one node" if has_pair else "")
+        return Way(None, costs, query.alone_terms(costs), CHEAPER_ALONE if has_pair else None)
 
     def _uncached(self, query: PlacementQuery, rows: slice, at_least: int = 1) -> Ints | int:
         """The prompt tokens that each node has to compute, or to read; one number if no node has any cached."""

@@ -20,6 +20,7 @@ from baton.values import value
 from router.admission.request import ValidRequest
 from router.placement.cost_model import PlacementQuery, Way
 from router.placement.placement import Origin, Placement
+from router.placement.reasons import Reason
 
 _KEPT = 2048
 """Requests whose decisions are kept."""
@@ -62,7 +63,7 @@ class Decision:
     policy: str
     decision: str
     """pair, decode_only or prefill_only."""
-    reason: str
+    reason: Reason
     prompt_tokens: int
     prefill: str
     """Names of the nodes."""
@@ -112,7 +113,7 @@ class DecisionLog:
         """Record a decision, unless none are kept."""
         if not self._kept:
             return
-        self._counts[decision.decision, reason_code(decision.reason)] += 1
+        self._counts[decision.decision, decision.reason.code] += 1
         attempts = self._by_request.get(decision.request_id, [])
         if attempts and attempts[-1].attempt >= decision.attempt:
             attempts.clear()  # another request with the same id
@@ -145,11 +146,6 @@ class DecisionLog:
             yield Figure(name, text, count, {"decision": decision, "reason": reason})
         text = "What a placement cost more than the best one in hindsight, of those that were judged."
         yield self._regrets_s.now("router_placement_regret_seconds", text)
-
-
-def reason_code(reason: str) -> str:
-    """The reason without the part that differs from request to request."""
-    return reason.partition(":")[0].partition("(")[0].strip().replace(" ", "_")
 
 
 def decision_of(choice: Choice, policy: str, now: float) -> Decision:

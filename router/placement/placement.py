@@ -13,6 +13,7 @@ from baton.messages.node import NodeDescription, Role
 from baton.messages.node_model import GENERATES, Capability, in_order
 from baton.values import value
 from router.admission.request import ValidRequest
+from router.placement.reasons import EMBEDDING, IN_TURN, LEAST_LOADED, Reason, no_node_left, no_pair_agrees
 
 
 @dataclass(slots=True)
@@ -155,7 +156,7 @@ class Placement:
 
     prefill: NodeDescription | None
     decode: NodeDescription
-    reason: str
+    reason: Reason
     holders: Sequence[tuple[str, Peer]] = ()
     """Contents of the prompt of which the node that computes it has no rows, by digest, each with a node that has."""
 
@@ -188,7 +189,7 @@ def choose(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = 
     ]
     if pairs:
         prefill, decode = min(pairs, key=lambda pair: (pair[0].load + pair[1].load, _order(pair[1]), _order(pair[0])))
-        return Placement(prefill.node, decode.node, "least loaded pair")
+        return Placement(prefill.node, decode.node, LEAST_LOADED)
     alone = (decodes or prefills)[0]
     return Placement(None, alone.node, why_alone(candidates, prefills, decodes, exclude))
 
@@ -196,7 +197,7 @@ def choose(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = 
 def choose_in_turn(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = frozenset()) -> Placement:
     """The pair of nodes that were unused for longest, however loaded they are; otherwise as `choose`."""
     placement = choose([replace(candidate, load=0.0) for candidate in candidates], demand, exclude)
-    return placement if placement.prefill is None else replace(placement, reason="in turn")
+    return placement if placement.prefill is None else replace(placement, reason=IN_TURN)
 
 
 def fitting_nodes(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str]) -> list[Candidate]:
@@ -287,9 +288,9 @@ def why_embedded(
     prefills: Sequence[Candidate],
     decodes: Sequence[Candidate],
     exclude: Set[str],
-) -> str:
+) -> Reason:
     """Why an embedding is computed by this node: a prefill node does it while there is one."""
-    return "an embedding takes one node" if prefills else why_alone(candidates, prefills, decodes, exclude)
+    return EMBEDDING if prefills else why_alone(candidates, prefills, decodes, exclude)
 
 
 def why_alone(
@@ -297,14 +298,14 @@ def why_alone(
     prefills: Sequence[Candidate],
     decodes: Sequence[Candidate],
     exclude: Set[str],
-) -> str:
+) -> Reason:
     """Why a request runs on one node: there is no pair."""
     if prefills and decodes:
-        return f"no pair agrees on its KV: {KVFormat.of(prefills[0].node)} and {KVFormat.of(decodes[0].node)}"
+        return no_pair_agrees(KVFormat.of(prefills[0].node), KVFormat.of(decodes[0].node))
     missing = Role.PREFILL if decodes else Role.DECODE
     failed = sum(1 for c in candidates if c.node.role is missing and c.node.incarnation in exclude)
     note = f" ({failed} failed this request)" if failed else ""
-    return f"no {missing.value} node is left{note_of_left_out(candidates, missing)}{note}"
+    return no_node_left(missing, note_of_left_out(candidates, missing) + note)
 
 
 def note_of_left_out(candidates: Sequence[Candidate], role: Role) -> str:

@@ -49,8 +49,8 @@ from router.placement.placement import (
     why_embedded,
 )
 from router.placement.placement import with_room as only_with_room
+from router.placement.reasons import ADOPTED
 
-ADOPTED = "adopted: another router placed it there"
 ALONE_TOKENS = 512
 _ENCODES = frozenset((Capability.IMAGE, Capability.TRANSCRIBE))
 _JUDGE_EVERY_S = 0.05
@@ -238,7 +238,7 @@ class Placer:
 
     def _check_kind(self, placement: Placement) -> None:
         if placement.prefill is None and self._settings.require_disaggregation:
-            raise NoCapacity(f"{placement.reason}, and disaggregation is required")
+            raise NoCapacity(f"{placement.reason.text}, and disaggregation is required")
 
     def placed(self, choice: Choice, now: float) -> None:
         """The attempt is sent to the nodes of this choice."""
@@ -331,7 +331,7 @@ class Placer:
         if way is None:
             raise NoCapacity(f"no node that serves {demand.model} is up")
         reason = way.reason
-        if not reason:
+        if reason is None:
             why = why_embedded if demand.embeds else why_alone
             fitting = fitting_nodes(_may_be_chosen(candidates, demand, with_room), demand, exclude)
             reason = why(candidates, *_by_role(fitting), exclude)

@@ -31,7 +31,7 @@ from kv_transfer.link.link_messages import ConfirmRead, Heartbeat, ReaderMessage
 from kv_transfer.link.liveness import DIRECT
 from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.part_mover import DeliverEvent
-from kv_transfer.mover.parts_mover import PartsMover
+from kv_transfer.mover.parts_mover import OwnPart, PartsMover
 from kv_transfer.piece_plan import ReadRange
 from kv_transfer.receiver.join_probe import JoinProbes
 from kv_transfer.receiver.probe_values import ProbeState, ProbeTimes
@@ -168,6 +168,14 @@ MakeBackend = Callable[[str, KVMemory, Recorder], TransferBackend]
 """Makes the transfer backend of an incarnation over this memory; called in the mover's thread."""
 
 
+def mover_of_one_part(
+    memory: KVMemory, make_mover: Callable[[DeliverEvent], Mover], deliver: DeliverEvent
+) -> PartsMover:
+    """The mover of a node whose memory is in one part."""
+    layers = range(memory.layout.num_layers if memory.layout is not None else 1)
+    return PartsMover(memory.layout, [OwnPart(layers, make_mover)], deliver)
+
+
 class RecordingHandOff(HandOff):
     """A hand-off that records the messages that it receives, so that a test can wait for them."""
 
@@ -211,7 +219,7 @@ class SenderHalf:
         self.handoff = RecordingHandOff(
             identity,
             self.memory,
-            partial(PartsMover.of_one, self.memory.layout, self._make_mover),
+            partial(mover_of_one_part, self.memory, self._make_mover),
             self.recorder.tell_engine,
             self.recorder.record,
             clock,
@@ -315,7 +323,7 @@ class ReceiverHalf:
         post = asyncio.get_running_loop().call_soon_threadsafe
         self.intake = Intake(
             identity,
-            partial(PartsMover.of_one, self.memory.layout, self._make_mover),
+            partial(mover_of_one_part, self.memory, self._make_mover),
             TransferBook(digest_every=digest_every, keeps_valid_blocks=keeps_valid_blocks, vocab_size=VOCAB_SIZE),
             JoinProbes(identity.node_id, identity.incarnation, SystemClock(), probe_times),
             self.recorder.tell_engine,

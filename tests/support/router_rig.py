@@ -24,6 +24,7 @@ from router.live_requests import LiveRequests
 from router.node_links import NodeLinks
 from router.placement.placement import Placement
 from router.placement.placer import Placer
+from router.placement.reasons import IN_TURN
 from router.placement.view import ClusterView
 from tests.doubles.fake_flight_records import FakeFlightRecords, FakeFlightStore
 from tests.doubles.fake_node import FakeNode, FakeNodes
@@ -148,7 +149,7 @@ class RouterRig:
         takeover: int = 1,
     ) -> None:
         """Write the record that another router left of its attempt on these nodes."""
-        self.journal(router).write(request, attempt, Placement(prefill, decode, "because"), takeover=takeover)
+        self.journal(router).write(request, attempt, Placement(prefill, decode, IN_TURN), takeover=takeover)
 
     async def wait_until(self, is_so: Callable[[], bool]) -> None:
         """Give the event loop its turns until something is so; ten thousand at most."""

@@ -46,7 +46,7 @@ from kv_transfer.backends.base import TransferBackend
 from kv_transfer.layout import PROTOCOL_VERSION, LayoutFingerprint, LinkIdentity, part_name
 from kv_transfer.link.liveness import PeerAccess, PortState
 from kv_transfer.mover.part_mover import DeliverEvent
-from kv_transfer.mover.parts_mover import PartsMover
+from kv_transfer.mover.parts_mover import OwnPart, PartsMover
 from kv_transfer.mover.pieces import WindowLimits
 from kv_transfer.receiver.join_probe import JoinProbes
 from kv_transfer.receiver.probe_values import ProbeState
@@ -448,7 +448,9 @@ class SimulatedNode:
         return block_digests(self.runner.memory)
 
     def _make_mover(self, deliver: DeliverEvent) -> PartsMover:
-        return PartsMover.of_one(self.runner.layout, partial(self._make_part_mover, 0, self.runner.memory), deliver)
+        layout = self.runner.layout
+        part = OwnPart(range(layout.num_layers), partial(self._make_part_mover, 0, self.runner.memory))
+        return PartsMover(layout, [part], deliver)
 
     def _make_part_mover(self, number: int, memory: KVMemory, deliver: DeliverEvent) -> FakeMover:
         cluster, agent = self._cluster, part_name(self.incarnation, number)

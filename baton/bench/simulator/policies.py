@@ -18,7 +18,10 @@ from router.placement.decisions import Choice, DecisionLog
 from router.placement.placement import Candidate, Demand, Origin, Placement, choose, demand_of, fitting_nodes
 from router.placement.placement import with_room as only_with_room
 from router.placement.placer import PlacementSettings, Placer, Policy
+from router.placement.reasons import Reason
 
+_AT_RANDOM = Reason("at_random", "at random")
+_FETCHED = Reason("with_blocks_from_elsewhere", "with blocks from elsewhere")
 _BALANCING = 1.5
 """Blocks are fetched from a node that has cached at least this many times as much of the prompt."""
 
@@ -81,7 +84,7 @@ class RandomPlacer(Placer):
         if prefills and decodes:
             placement = choose([self._rng.choice(prefills), *decodes], demand, exclude)
         else:
-            placement = Placement(None, self._rng.choice(able).node, "at random")
+            placement = Placement(None, self._rng.choice(able).node, _AT_RANDOM)
         return Choice(placement, request, attempt)
 
 
@@ -141,7 +144,7 @@ class FetchingPlacer(Placer):
             return choice
         taken = self._with_prefill(query, best, num_elsewhere if num_fetched else 0) or way
         assert taken.prefill is not None
-        placement = Placement(taken.prefill.node, taken.decode.node, "with blocks from elsewhere")
+        placement = Placement(taken.prefill.node, taken.decode.node, _FETCHED)
         return replace(choice, placement=placement, way=taken)
 
     def _ttft_ms(self, query: PlacementQuery, cost: NodeCosts, num_elsewhere: int) -> tuple[float, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -16,7 +15,8 @@ from baton.config import Loaded, NodeConfig, RouterConfig
 from baton.errors import BatonError, ConfigError
 from baton.models.resolve import with_model_directory
 from baton.processes.death_pipe import end_with_pipe
-from baton.runner.lean_imports import import_transformers, rare_collections
+from baton.processes.interpreter import rare_collections
+from baton.runner.lean_imports import import_transformers
 
 if TYPE_CHECKING:
     from baton.messages.node import Role
@@ -140,9 +140,5 @@ def _run_process(
     except BatonError as error:
         announce(notify_fd, Failed(str(error), int(error.exit_code)))
         raise
-    finally:
-        # At its end the interpreter would collect garbage several times, which takes seconds with all the objects of
-        # torch and transformers.
-        gc.freeze()
     if code:
         raise typer.Exit(code)

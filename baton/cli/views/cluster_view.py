@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.cli.cluster.state import ClusterState, ProcessState, start_time
-from baton.cli.target import local_cluster
+from baton.cli.target import local_cluster, operator_client
 from baton.errors import DeadlineExceeded, Unreachable
 from baton.messages.operator import ClusterStatus, NodeStatus
 
@@ -52,9 +52,7 @@ def view_cluster(address: str | None, run_dir: Path | None, timeout_s: float) ->
 
 
 def _ask(address: str, timeout_s: float) -> ClusterStatus:
-    from baton.wire.clients.operator_client import OperatorClient
-
-    client = OperatorClient(address)
+    client = operator_client(address)
     try:
         return client.status(timeout_s)
     except DeadlineExceeded:

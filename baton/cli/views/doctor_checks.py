@@ -147,8 +147,9 @@ def _kernels(facts: Facts) -> Finding:
             if facts.compiler
             else "install a C compiler (apt install gcc), then install Baton again"
         )
+        why = f" ({facts.kernel_reason})" if facts.kernel_reason else ""
         message = (
-            f"no C kernels ({facts.kernel_reason}): torch's padded products are used. Outputs are bit-exact among "
+            f"no C kernels{why}: torch's padded products are used. Outputs are bit-exact among "
             "nodes without kernels, but prompts take about twelve times as long and decode steps two to five times "
             "(docs/performance.md)"
         )

@@ -67,11 +67,6 @@ class DecodeGraphs:
         """Batch sizes that have a graph."""
         return sorted({size for size, _ in self._sized})
 
-    @property
-    def sizes_with_sharers(self) -> list[int]:
-        """Batch sizes that have a graph for steps with sharers."""
-        return sorted(size for size, shares in self._sized if shares)
-
     def forget(self) -> None:
         """Forget all graphs: how the operations compute has changed, and a replay would not know."""
         self._sized.clear()

@@ -195,11 +195,6 @@ class Transformer(CachedModel):
         """Whether Baton's loop over the layers replaces transformers' loop."""
         return not self.why_no_own_loop
 
-    @property
-    def has_programs(self) -> bool:
-        """Whether a step's layers are computed in one call."""
-        return not self.why_no_programs
-
     def compute(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float32]:
         """Compute a step: store its keys and values, and return float32 logits [rows, vocabulary].
 

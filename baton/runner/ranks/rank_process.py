@@ -10,7 +10,8 @@ import socket
 import sys
 
 from baton.errors import BatonError
-from baton.runner.lean_imports import import_transformers, rare_collections
+from baton.processes.interpreter import rare_collections
+from baton.runner.lean_imports import import_transformers
 from baton.runner.ranks.heartbeats import Heartbeats
 from baton.runner.stage_spec import StageSpec
 

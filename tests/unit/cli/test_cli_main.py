@@ -206,6 +206,16 @@ def test_a_closed_pipe_is_no_error_message(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, b"")
 
 
+def test_only_a_process_that_ends_with_its_command_collects_no_garbage_at_the_end(tmp_path: Path) -> None:
+    script = (
+        "import gc, sys; from baton.cli.main import main; "
+        "main(['version']); before = gc.get_freeze_count(); sys.argv[1:] = ['version']; main(); "
+        "sys.exit(not before < gc.get_freeze_count())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 LARGE_PACKAGES = (
     "asyncio cryptography google.protobuf grpc nixl numpy opentelemetry redis rich ssl structlog torch transformers"
 )

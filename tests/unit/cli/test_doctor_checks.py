@@ -83,7 +83,7 @@ PROBLEMS: Mapping[Level, Sequence[tuple[dict[str, Any], str, str, str]]] = {
             f"no C kernels (not built): {PADDED}",
             "/usr/bin/cc",
         ),
-        ({"kernel_path": None, "compiler": ""}, "kernels", f"no C kernels (): {PADDED}", "install a C compiler"),
+        ({"kernel_path": None, "compiler": ""}, "kernels", f"no C kernels: {PADDED}", "install a C compiler"),
         ({"disk_free": 100 * MIB}, "disk", "100.0 MiB free for /tmp/baton-0, where logs go", "free disk space"),
         (
             {"unmet": ["torch>=9 (2 is installed)"]},

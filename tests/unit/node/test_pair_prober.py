@@ -11,7 +11,7 @@ from baton.messages.node_report import ProbeFault
 from decode_node.pair_prober import PairProber
 from kv_transfer.link.link_messages import ProbeResult, ReaderMessage
 from kv_transfer.mover.part_mover import DeliverEvent
-from kv_transfer.mover.parts_mover import PartsMover
+from kv_transfer.mover.parts_mover import OwnPart, PartsMover
 from kv_transfer.receiver.join_probe import JoinProbes
 from tests.doubles.fake_mover import FakeMover
 from tests.doubles.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
@@ -37,7 +37,7 @@ class Rig:
 
         self.prober = PairProber(
             self.probes,
-            PartsMover.of_one(None, make_mover, lambda event: None),
+            PartsMover(None, [OwnPart(range(1), make_mover)], lambda event: None),
             tell=lambda incarnation, message: self.told.append((now(), incarnation, message)),
             proven=lambda incarnation: None,
             end_link=lambda incarnation, error: None,

@@ -52,6 +52,7 @@ from router.flight.flight_table import (
 )
 from router.flight.timeline import EndedRequest, Moments, timeline
 from router.placement.placement import Origin, Placement
+from router.placement.reasons import IN_TURN
 from tests.support.router_parts import decode, key, prefill, request
 
 CONVERSATIONS = sorted((Path(__file__).parent / "flight_conversations").glob("*.txt"))
@@ -62,7 +63,7 @@ def node(name: str) -> NodeDescription:
 
 
 def placed(first: str, second: str) -> Placed:
-    return Placed(Placement(None if first == "-" else node(first), node(second), "because"))
+    return Placed(Placement(None if first == "-" else node(first), node(second), IN_TURN))
 
 
 def begun(first: str, second: str, **fields: Any) -> Flight:
@@ -411,7 +412,7 @@ def test_a_decode_leg_that_has_its_prompt_continues_without_its_prefill_node(
     flight = Flight(request(max_tokens=8))
     flight.start()
     decodes = replace(decode("d1"), on_transfer_failure=policy)
-    flight.handle(Placed(Placement(prefill("p1"), decodes, "because")))
+    flight.handle(Placed(Placement(prefill("p1"), decodes, IN_TURN)))
     if is_taken:
         flight.handle(reported("p1"))
     effects = flight.handle(NodeGone("p1.1", "died"))
@@ -425,7 +426,7 @@ def test_a_decode_leg_that_has_its_prompt_continues_without_its_prefill_node(
 def test_a_prefill_node_is_needed_for_the_log_probabilities_of_the_prompt_whatever_the_decode_node_has() -> None:
     flight = Flight(WANTS_PROMPT)
     flight.start()
-    flight.handle(Placed(Placement(prefill("p1"), replace(decode("d1"), on_transfer_failure="recompute"), "because")))
+    flight.handle(Placed(Placement(prefill("p1"), replace(decode("d1"), on_transfer_failure="recompute"), IN_TURN)))
     flight.handle(reported("p1"))
     flight.handle(reported("d1", tokens=(10, 11)))
     assert isinstance(flight.handle(NodeGone("p1.1", "died"))[-1], Place)

@@ -18,6 +18,7 @@ from baton.messages.spans import ContentKind, EncoderContent, source_spans
 from router.admission.request import ValidRequest
 from router.flight.flight_record import FlightJournal, FlightRecord, read_record
 from router.placement.placement import Origin, Placement
+from router.placement.reasons import IN_TURN
 from tests.doubles.fake_flight_records import FakeFlightRecords, FakeFlightStore
 from tests.support.router_parts import decode, prefill
 
@@ -146,7 +147,7 @@ def test_a_record_is_as_small_for_a_prompt_of_131072_tokens_as_for_a_short_one()
         store = FakeFlightStore()
         journal = FlightJournal(FakeFlightRecords(store, "c"), "r.1", lambda: 0.0)
         request = ValidRequest(prompt, SamplingParams(seed=1, max_tokens=100), request_id="r", model="m")
-        journal.write(request, AttemptKey("r", 1, 2**63), Placement(prefill(), decode(), "because"))
+        journal.write(request, AttemptKey("r", 1, 2**63), Placement(prefill(), decode(), IN_TURN))
         return len(store.kept["c", "r"].record)
 
     assert size(131_072) - size(1) < 8

@@ -166,7 +166,9 @@ def test_what_nodes_that_get_no_new_requests_can_do_makes_no_router_ready() -> N
 
 def test_a_node_of_the_missing_role_that_gets_no_new_requests_is_named() -> None:
     view = view_of(prefill("p1"), prefill("p3"), new(decode("d2")))
-    assert choose(view.candidates(), DEMAND).reason == "no decode node is left but d2, which is Incompatible"
+    reason = choose(view.candidates(), DEMAND).reason
+    assert reason.text == "no decode node is left but d2, which is Incompatible"
+    assert reason.code == "no_decode_node_is_left"
 
 
 def test_a_begun_stream_is_continued_by_nodes_of_its_version_alone_even_if_they_get_no_new_requests() -> None:

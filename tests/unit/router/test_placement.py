@@ -35,7 +35,7 @@ def test_the_least_loaded_pair_is_chosen() -> None:
     nodes = [at(prefill("p1"), 3), at(prefill("p2"), 1), at(decode("d1"), 2), at(decode("d2"), 5)]
     placement = choose(nodes, DEMAND)
     assert names(placement) == ("p2", "d1")
-    assert placement.reason == "least loaded pair"
+    assert placement.reason.text == "least loaded pair"
 
 
 def test_among_equal_nodes_the_longest_unused_is_chosen() -> None:
@@ -53,7 +53,8 @@ def test_both_nodes_of_a_pair_agree_on_their_kv(difference: dict[str, object]) -
     assert names(choose([at(odd), at(even, 9), at(decode())], DEMAND)) == ("p2", "d1")
     lonely = choose([at(odd), at(decode())], DEMAND)
     assert names(lonely) == (None, "d1")
-    assert lonely.reason.startswith("no pair agrees on its KV")
+    assert lonely.reason.text.startswith("no pair agrees on its KV")
+    assert lonely.reason.code == "no_pair_agrees_on_its_KV"
 
 
 def test_block_sizes_of_a_pair_may_differ_if_one_divides_the_other() -> None:
@@ -67,11 +68,12 @@ def test_block_sizes_of_a_pair_may_differ_if_one_divides_the_other() -> None:
 
 def test_nodes_of_one_role_serve_alone_with_the_reason() -> None:
     alone = choose([at(decode())], DEMAND)
-    assert (names(alone), alone.reason) == ((None, "d1"), "no prefill node is left")
+    assert (names(alone), alone.reason.text) == ((None, "d1"), "no prefill node is left")
     failed = choose([at(decode()), at(prefill())], DEMAND, {"p1.1"})
-    assert (names(failed), failed.reason) == ((None, "d1"), "no prefill node is left (1 failed this request)")
+    assert (names(failed), failed.reason.text) == ((None, "d1"), "no prefill node is left (1 failed this request)")
+    assert failed.reason.code == alone.reason.code == "no_prefill_node_is_left"
     last = choose([at(prefill())], DEMAND)
-    assert (names(last), last.reason) == ((None, "p1"), "no decode node is left")
+    assert (names(last), last.reason.text) == ((None, "p1"), "no decode node is left")
 
 
 def test_a_node_that_is_too_small_is_skipped() -> None:

@@ -153,7 +153,7 @@ def test_the_shortest_queue_and_the_smallest_batch_are_chosen() -> None:
     fleet.load("d2", running=5, context=50_000)
     choice = fleet.choose(1024)
     assert names(choice) == ("p2", "d2")
-    assert choice.placement.reason == "cheapest pair"
+    assert choice.placement.reason.text == "cheapest pair"
 
 
 def test_a_cached_prefix_weighs_as_much_as_the_time_to_compute_it() -> None:
@@ -186,7 +186,7 @@ def test_a_decode_node_that_has_the_prefix_saves_its_transfer() -> None:
 def test_a_short_prompt_stays_on_the_decode_node_until_its_streams_would_pay() -> None:
     fleet = Fleet(*prefills("p1"), *decodes("d1"))
     assert names(fleet.choose(64)) == (None, "d1")
-    assert fleet.choose(64).placement.reason == "cheaper on one node"
+    assert fleet.choose(64).placement.reason.text == "cheaper on one node"
     assert names(fleet.choose(600)) == ("p1", "d1"), "more than a decode node may compute"
     fleet.load("d1", running=30, context=3000)
     choice = fleet.choose(64)
@@ -282,7 +282,7 @@ def test_a_service_level_outweighs_the_cost() -> None:
 
 def test_nodes_of_one_role_serve_alone_unless_disaggregation_is_required() -> None:
     lonely = Fleet(*decodes("d1"))
-    assert (names(lonely.choose()), lonely.choose().placement.reason) == ((None, "d1"), "no prefill node is left")
+    assert (names(lonely.choose()), lonely.choose().placement.reason.text) == ((None, "d1"), "no prefill node is left")
     strict = PlacementSettings(require_disaggregation=True)
     forbidden = Fleet(*decodes("d1"), settings=strict)
     with pytest.raises(NoCapacity, match="no prefill node is left, and disaggregation is required"):
@@ -436,7 +436,7 @@ def test_adopted_requests_count_like_own_ones() -> None:
         fleet.placer.adopted(theirs.request, number, theirs.placement, fleet.now)
         fleet.ended("p1", replace(theirs, attempt=number), Outcome.ERROR)
         (told,) = fleet.placer.explain(theirs.request.request_id, fleet.now)
-        assert (told.decision.reason.partition(":")[0], told.decision.prefill) == ("adopted", "p1")
+        assert (told.decision.reason.code, told.decision.prefill) == ("adopted", "p1")
         fleet.placer.note_times(theirs.request.request_id, StageTimings(transfer_ms=3.0), 20.0, fleet.now)
         (told,) = fleet.placer.explain(theirs.request.request_id, fleet.now)
         outcome = explained(told, fleet.now).outcome

@@ -17,6 +17,7 @@ from baton.node.attempts.attempt_times import AttemptClock, AttemptSpans, Stage,
 from baton.observe.start_tracing import is_asked_for, start_tracing
 from router.flight.timeline import RequestSpans
 from router.placement.placement import Placement
+from router.placement.reasons import IN_TURN
 from tests.doubles.fake_tracing import FakeTracer
 from tests.support.router_parts import MODEL, decode, prefill
 from tests.support.router_rig import router_rig
@@ -148,7 +149,7 @@ async def test_a_request_continued_by_another_router_stays_in_its_trace() -> Non
         await rig.next_abort("p1")
         # Left behind by another one, whose nodes are here.
         theirs = replace(noted.request, request_id="s")
-        nodes = Placement(prefill("p1"), decode("d1"), "because")
+        nodes = Placement(prefill("p1"), decode("d1"), IN_TURN)
         rig.journal("router-0.a").write(theirs, AttemptKey("s", 1, 9), nodes, 0, noted.traceparent)
         resumed = rig.resume("s")
         await rig.next_adopt("p1")

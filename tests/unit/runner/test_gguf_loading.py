@@ -61,7 +61,7 @@ def test_a_model_computes_with_the_integers_of_its_file(samples: Samples, kind: 
     runner = load(sample.directory)
     assert 0 < error(logits(runner), sample.expected) < 0.15
     assert runner.model.bit_exact, runner.model.bit_exact_reason
-    assert runner._transformer.has_programs
+    assert runner._transformer.why_no_programs == ""
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -74,7 +74,7 @@ def test_every_architecture_computes_with_integers(samples: Samples, name: str) 
     # Each of 3 layers has q, k, v and o, and gate, up and down; phi3 has q, k and v in one weight, and gate and up. The
     # head is one more.
     assert operations.num_packed >= (3 * 4 if name == "phi3" else 3 * 7) + 1
-    assert runner._transformer.has_programs == load(sample.twin)._transformer.has_programs
+    assert runner._transformer.why_no_programs == load(sample.twin)._transformer.why_no_programs
 
 
 def q4_k_m(name: str) -> str:
@@ -86,7 +86,7 @@ def test_a_file_may_mix_formats(samples: Samples) -> None:
     sample = samples(q4_k_m)
     runner = load(sample.directory)
     assert error(logits(runner), sample.expected) < 0.15
-    assert runner._transformer.has_programs
+    assert runner._transformer.why_no_programs == ""
     assert re.fullmatch(r"Q4_K, Q6_K \(GGUF\), 5\.\d+ bits a weight, 1 MiB", runner.model.compute_paths[0].runs)
 
 

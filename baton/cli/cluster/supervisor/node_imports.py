@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 
-from baton.runner.lean_imports import import_transformers, rare_collections
+from baton.processes.interpreter import rare_collections
+from baton.runner.lean_imports import import_transformers
 
 _MODULES = (
     "baton.cli.main",

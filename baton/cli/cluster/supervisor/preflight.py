@@ -13,8 +13,6 @@ from baton.config import UpConfig
 from baton.errors import ConfigError
 from baton.model_formats.encoder_decoders import read_encoder_decoder
 from baton.model_formats.images import IMAGE_FAMILIES, image_family
-from baton.registry.connection import with_authority
-from baton.registry.registry import require_registry
 from baton.runner.backends.cpu import kernel_file
 from baton.runner.model.checkpoint import check_model_dir
 from baton.runner.model.pooling_files import is_classifier, is_encoder, read_pooling
@@ -34,6 +32,10 @@ def check_up(config: UpConfig) -> None:
         read_model_files(config.model)
     check_ports(config)
     if config.registry:
+        # The client of Redis takes a fifth of the time of this command's imports.
+        from baton.registry.connection import with_authority
+        from baton.registry.registry import require_registry
+
         authority = config.certs / "ca.crt" if config.certs is not None else None
         asyncio.run(require_registry(with_authority(config.registry, authority), config.cluster))
 

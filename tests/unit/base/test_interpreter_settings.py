@@ -1,14 +1,15 @@
-"""Garbage is collected less often while a process starts, and as before afterwards."""
+"""Garbage is collected less often while a process starts, and as before afterwards; threads take turns early."""
 
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 
-from baton.runner.lean_imports import rare_collections
+from baton.processes.interpreter import rare_collections, switch_threads_early
 
 
 @pytest.fixture(autouse=True)
@@ -34,3 +35,12 @@ def test_whoever_collects_more_rarely_still_does() -> None:
     gc.set_threshold(10**6, 3, 4)
     with rare_collections():
         assert gc.get_threshold() == (10**6, 3, 4)
+
+
+def test_a_thread_that_computes_waits_less_than_a_decode_step_for_another() -> None:
+    before = sys.getswitchinterval()
+    try:
+        switch_threads_early()
+        assert sys.getswitchinterval() < 1e-3
+    finally:
+        sys.setswitchinterval(before)

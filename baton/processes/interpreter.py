@@ -16,7 +16,7 @@ _NEW_OBJECTS = 50_000
 def switch_threads_early() -> None:
     """Let no thread keep the interpreter for long from the thread that computes, once that thread is ready to go on.
 
-    Called by processes that compute beside an event loop or a mover of blocks.
+    Called where a process begins that computes beside an event loop or a mover of blocks: it is for all its threads.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
 

@@ -8,6 +8,7 @@ import signal
 
 from baton.config import NodeConfig
 from baton.errors import ConfigError, ExitCode, Unreachable
+from baton.processes.interpreter import switch_threads_early
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.stages.stage_worker import StageWorker
 from baton.security.binds import is_loopback
@@ -35,6 +36,7 @@ def run_stage_host(config: NodeConfig) -> int:
     if is_loopback(config.host):
         # UCX listens as well, by default on every interface that it finds.
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
+    switch_threads_early()
     first = FirstHost(host, port, config.node_id, config.cluster, config.hosts, config.host_rank, tls)
     links = first.connect()
     assert links is not None

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from baton.errors import BatonError
+from baton.processes.interpreter import switch_threads_early
 from baton.runner.lean_imports import import_transformers
 
 _GONE = 0
@@ -24,6 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     # What ends a whole group of processes lets the leader drain: this one computes for it until it is gone.
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
+    switch_threads_early()
     what = json.loads(arguments[0])
     down, up, moves = (socket.socket(fileno=descriptor) for descriptor in what["descriptors"])
     # Imported only now, since torch and transformers take seconds.

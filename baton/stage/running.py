@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from baton.processes.interpreter import rare_collections, switch_threads_early
+from baton.processes.interpreter import rare_collections
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.stages.stage_worker import StageWorker
 from kv_transfer.mover.mover_server import MoverServer
@@ -20,7 +20,6 @@ def run_stage(worker: StageWorker) -> None:
 
     Raises ConfigError for a model that can't be loaded here; the leader is told. The connections are closed in the end.
     """
-    switch_threads_early()
     links = worker.links
     moving: threading.Thread | None = None
     try:

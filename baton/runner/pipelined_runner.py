@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import ModelInfo
+from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.execution.draft_model import DraftModel
 from baton.runner.execution.step_results import StepResults, StepRows
 from baton.runner.images import ImageInputs
@@ -57,6 +58,7 @@ class PipelinedModelRunner(TorchModelRunner):
         self._leading = transformer
         self._executing = threading.Lock()
         """Held while a step is executed."""
+        self._is_closed = False
         self._computed_at = 0.0
         """When the last step was computed (perf_counter)."""
         # A draft model drafts behind a whole step, before it learns of the next one.
@@ -81,9 +83,11 @@ class PipelinedModelRunner(TorchModelRunner):
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step, and meanwhile begin the next one. A failure of one request is reported in `failed`.
 
-        A step that was begun beside one that failed fails, too.
+        A step that was begun beside one that failed fails, too. Raises RankLost once the runner is closed.
         """
         with self._executing:
+            if self._is_closed:
+                raise RankLost("the stages were ended")
             if not self._steps:
                 if self._expected and self._expected[0] is scheduler_output:
                     self._expected.popleft()
@@ -111,8 +115,10 @@ class PipelinedModelRunner(TorchModelRunner):
 
     def close(self) -> None:
         self._end_ranks()
-        # A step that was being computed has ended now, and waits for nothing that is closed here.
+        # A step that was being computed has ended now, and waits for nothing that is closed here. Its thread may begin
+        # the next one before it learns of the end.
         with self._executing:
+            self._is_closed = True
             super().close()
             self._news.close()
             self._news_end.close()

@@ -316,3 +316,5 @@ def test_closing_ends_a_step_that_is_being_computed(model: Path) -> None:
             runner.close()
             assert isinstance(running.exception(timeout=60), RunnerLost)
         runner.expect(SchedulerOutput(0, [], [], {}, 0))
+        with pytest.raises(RunnerLost):
+            tokens_of(runner, decoding(1))

@@ -24,6 +24,7 @@ from baton.runner.images import ImageInputs
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.ranks.rank_leader import RankLeader
 from baton.runner.stages.leading_stage import LeadingStage
+from baton.runner.stages.stage_leader import STAGES_ENDED
 
 
 @dataclass(slots=True)
@@ -87,7 +88,7 @@ class PipelinedModelRunner(TorchModelRunner):
         """
         with self._executing:
             if self._is_closed:
-                raise RankLost("the stages were ended")
+                raise RankLost(STAGES_ENDED)
             if not self._steps:
                 if self._expected and self._expected[0] is scheduler_output:
                     self._expected.popleft()

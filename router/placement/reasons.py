@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from baton.messages.kv_cache import KVFormat
 from baton.messages.node import Role
 
 
@@ -25,7 +26,7 @@ ADOPTED = Reason("adopted", "adopted: another router placed it there")
 ADOPTED_FROM_RECORD = Reason("adopted_from_another_router", "adopted from another router")
 
 
-def no_pair_agrees(prefill: object, decode: object) -> Reason:
+def no_pair_agrees(prefill: KVFormat, decode: KVFormat) -> Reason:
     """There are nodes of both roles, with these formats of KV, and no two of them fit."""
     return Reason("no_pair_agrees_on_its_KV", f"no pair agrees on its KV: {prefill} and {decode}")
 

@@ -46,7 +46,7 @@ from kv_transfer.backends.base import TransferBackend
 from kv_transfer.layout import PROTOCOL_VERSION, LayoutFingerprint, LinkIdentity, part_name
 from kv_transfer.link.liveness import PeerAccess, PortState
 from kv_transfer.mover.part_mover import DeliverEvent
-from kv_transfer.mover.parts_mover import OwnPart, PartsMover
+from kv_transfer.mover.parts_mover import PartsMover
 from kv_transfer.mover.pieces import WindowLimits
 from kv_transfer.receiver.join_probe import JoinProbes
 from kv_transfer.receiver.probe_values import ProbeState
@@ -65,6 +65,7 @@ from tests.doubles.fake_transfer_backend import FakeTransferBackend, FakeTransfe
 from tests.doubles.faulty_transfer_backend import Faults, FaultyTransferBackend
 from tests.support.executors import Ahead, executor_for
 from tests.support.fake_network import FakeNetwork, FakeServer
+from tests.support.handoff_rig import mover_of_one_part
 from tests.support.router_parts import record_of
 from tests.support.virtual_time import LoopClock
 
@@ -448,9 +449,8 @@ class SimulatedNode:
         return block_digests(self.runner.memory)
 
     def _make_mover(self, deliver: DeliverEvent) -> PartsMover:
-        layout = self.runner.layout
-        part = OwnPart(range(layout.num_layers), partial(self._make_part_mover, 0, self.runner.memory))
-        return PartsMover(layout, [part], deliver)
+        memory = self.runner.memory
+        return mover_of_one_part(memory, partial(self._make_part_mover, 0, memory), deliver)
 
     def _make_part_mover(self, number: int, memory: KVMemory, deliver: DeliverEvent) -> FakeMover:
         cluster, agent = self._cluster, part_name(self.incarnation, number)

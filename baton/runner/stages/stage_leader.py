@@ -48,6 +48,8 @@ _END_S = 10.0
 """In which all processes end after the connections are cut; those that do not are killed."""
 _SAID_ITSELF = "has failed"
 
+STAGES_ENDED = "the stages were ended"
+"""Why a step can't be computed once its runner is being closed."""
 _log = logging.getLogger(__name__)
 
 
@@ -247,7 +249,7 @@ class StageLeader:
     def take_rows(self) -> bytearray:
         """Wait for the rows of the micro-batch that has begun first, for the last stage. Raises RankLost."""
         if not self._news.recv(1) or not self._rows:
-            raise RankLost(self.why_lost or "the stages were ended")
+            raise RankLost(self.why_lost or STAGES_ENDED)
         return self._rows.popleft()
 
     # The stages' end.
@@ -329,7 +331,7 @@ class StageLeader:
     def _answer(self, other: _OtherStage, kind: FrameKind) -> Frame:
         frame = other.answers.get()
         if frame is None:
-            raise RankLost(self.why_lost or "the stages were ended")
+            raise RankLost(self.why_lost or STAGES_ENDED)
         if frame.kind is not kind:
             raise RankLost(self._lost_by(other, f"sent {frame.kind.name} where {kind.name} was expected"))
         return frame

@@ -86,8 +86,8 @@ def test_a_number_that_is_not_finite_makes_its_whole_key_nan(cache_format: torch
 
 @all_pairs(
     {
-        "isa": ISAS,
-        "dtype, cache_format": list(product(ROWS, FORMATS)),  # which instructions widen codes depends on both
+        # Which instructions widen codes, and how many at a time, depends on all three.
+        "isa, dtype, cache_format": list(product(ISAS, ROWS, FORMATS)),
         "key_dim, value_dim": [(64, 64), (KEY_DIM, VALUE_DIM), (128, 96)],
         "window": [None, 70],
     }

@@ -46,6 +46,8 @@ class Fault:
     new: str
     tests: Sequence[str]
     """Arguments of pytest: files, or ids of tests."""
+    cpu_flag: str = ""
+    """The flag of processors that run this text, as /proc/cpuinfo names it; empty: all do."""
 
 
 class Unusable(Exception):
@@ -207,12 +209,17 @@ def main() -> int:
 
 
 def _run(faults: Sequence[Fault], texts: dict[Path, str]) -> int:
-    missed = []
+    missed, num_run = [], len(faults)
     with copied_tree() as copy:
         status, output = run_tests(copy, sorted({test for fault in faults for test in fault.tests}), "-n", "2")
         if status != PASSED:
             raise Unusable(f"the tests fail without any fault:\n{output[-4000:]}")
+        flags = Path("/proc/cpuinfo").read_text().split()
         for fault in faults:
+            if fault.cpu_flag and fault.cpu_flag not in flags:
+                print(f"not run, since this processor has no {fault.cpu_flag}: {fault.name}", flush=True)
+                num_run -= 1
+                continue
             began = time.monotonic()
             try:
                 tests = noticed(copy, fault, texts)
@@ -225,7 +232,7 @@ def _run(faults: Sequence[Fault], texts: dict[Path, str]) -> int:
                 print(f"UNUSABLE {error}", flush=True)
             if not tests:
                 missed.append(fault.name)
-    print(f"{len(faults) - len(missed)} of {len(faults)} faults were noticed")
+    print(f"{num_run - len(missed)} of {num_run} faults were noticed")
     return int(bool(missed))
 
 

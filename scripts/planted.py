@@ -182,6 +182,8 @@ def noticed(copy: Path, fault: Fault, texts: dict[Path, str]) -> str:
         if is_kernel:
             for library in (ROOT / KERNELS).glob("*.so"):
                 shutil.copy2(library, copy / KERNELS)
+    if status < 0:  # as a worker that crashes makes a run fail
+        return f"signal {-status} ended the tests"
     if status not in {FAILED, PASSED}:
         raise Unusable(f"{fault.name}: pytest exits with {status}:\n{output[-2000:]}")
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)

@@ -25,6 +25,7 @@ from baton.runner.compute_paths import compute_paths
 from baton.runner.execution.draft_model import DraftModel
 from baton.runner.images import ImageEncoder, ImageInputs, ImageProcessor
 from baton.runner.model.attention import UnsupportedAttention
+from baton.runner.model.checkpoint import configs_of_layers
 from baton.runner.model.pooling_files import read_pooling
 from baton.runner.model.stage import ONE_STAGE
 from baton.runner.model.stored.weight import UnusableWeight
@@ -157,8 +158,9 @@ class _Loading:
             quantization=spec.quantization,
             dequantize=spec.dequantize,
         )
-        num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        stage_spec.check_divides(config.num_hidden_layers, config.num_attention_heads, num_kv_heads)
+        for layer in configs_of_layers(config):
+            num_kv_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+            stage_spec.check_divides(config.num_hidden_layers, layer.num_attention_heads, num_kv_heads)
         return stage_spec
 
     def leading(

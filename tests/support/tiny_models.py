@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_BASE: Mapping[str, Any] = {
+BASE: Mapping[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 3,
@@ -18,12 +18,12 @@ _BASE: Mapping[str, Any] = {
 }
 
 TINY_MODELS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {**_BASE, "model_type": "llama"},
-    "qwen2": {**_BASE, "model_type": "qwen2", "tie_word_embeddings": True},
-    "qwen3": {**_BASE, "model_type": "qwen3", "head_dim": 16},
-    "mistral": {**_BASE, "model_type": "mistral", "sliding_window": 16},
+    "llama": {**BASE, "model_type": "llama"},
+    "qwen2": {**BASE, "model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {**BASE, "model_type": "qwen3", "head_dim": 16},
+    "mistral": {**BASE, "model_type": "mistral", "sliding_window": 16},
     "gemma2": {
-        **_BASE,
+        **BASE,
         "model_type": "gemma2",
         "tie_word_embeddings": False,
         "head_dim": 16,
@@ -32,17 +32,17 @@ TINY_MODELS: Mapping[str, Mapping[str, Any]] = {
         "attn_logit_softcapping": 5.0,
     },
     "gemma3_text": {
-        **_BASE,
+        **BASE,
         "model_type": "gemma3_text",
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "head_dim": 16,
         "sliding_window": 16,
         "tie_word_embeddings": False,
     },
-    "phi3": {**_BASE, "model_type": "phi3", "pad_token_id": 0},
-    "mixtral": {**_BASE, "model_type": "mixtral", "num_local_experts": 4},
+    "phi3": {**BASE, "model_type": "phi3", "pad_token_id": 0},
+    "mixtral": {**BASE, "model_type": "mixtral", "num_local_experts": 4},
     "qwen3_moe": {
-        **_BASE,
+        **BASE,
         "model_type": "qwen3_moe",
         "head_dim": 16,
         "num_experts": 4,
@@ -50,7 +50,7 @@ TINY_MODELS: Mapping[str, Mapping[str, Any]] = {
         "moe_intermediate_size": 64,
     },
     "deepseek_v3": {
-        **_BASE,
+        **BASE,
         "model_type": "deepseek_v3",
         "num_key_value_heads": 4,
         "first_k_dense_replace": 1,
@@ -67,7 +67,7 @@ TINY_MODELS: Mapping[str, Mapping[str, Any]] = {
         "v_head_dim": 16,
     },
     "gpt_oss": {
-        **_BASE,
+        **BASE,
         "model_type": "gpt_oss",
         "head_dim": 16,
         "sliding_window": 16,

@@ -26,6 +26,7 @@ from baton.runner.backends.ranks.ranks import Ranks
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.blocks.host_blocks import HostBlocks
 from baton.runner.execution.input_batch import FlatBatch
+from baton.runner.model.checkpoint import configs_of_layers
 from baton.runner.model.stage import StageReport
 from baton.runner.model.stored.layers import widths_of
 from baton.runner.model.stored.weight import UnusableWeight
@@ -184,13 +185,12 @@ def row_quantum(widths: list[int], num_threads: int) -> int:
 
 def row_widths(model: LoadedModel) -> list[int]:
     """Every row width that an elementwise function may be called with."""
-    config = model.config
     widths = {parameter.shape[-2] for parameter in model.module.parameters() if parameter.dim() >= 2}
     widths |= {parameter.shape[-1] for parameter in model.module.parameters()}
     widths |= widths_of(model.module)
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return [*widths, head_dim]
+    for layer in configs_of_layers(model.config):
+        widths.add(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
+    return list(widths)
 
 
 def cache_memory(elements: int, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> torch.Tensor:

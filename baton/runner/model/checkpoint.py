@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,6 +165,9 @@ _SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "num_global_key_value_heads",
+    "global_head_dim",
+    "vocab_size_per_layer_input",
     "q_lora_rank",
     "kv_lora_rank",
     "qk_nope_head_dim",
@@ -273,8 +276,21 @@ def _check_part(checkpoint: Checkpoint, part: Mapping[str, Any]) -> None:
             raise _wrong_number(checkpoint, name, value)
 
 
+def configs_of_layers(config: Any) -> Sequence[Any]:
+    """The configuration of each layer, or one alone: that of all layers, if they have the same numbers.
+
+    Where layers have numbers of their own, transformers raises for these in the model's configuration.
+    """
+    return list(config.per_layer_config) if config.is_heterogeneous else [config]
+
+
 def check_numbers(checkpoint: Checkpoint, config: Any) -> None:
     """Check the numbers of a model that is supported, as transformers understands them. Raises ConfigError."""
+    for layer in configs_of_layers(config):
+        _check_numbers_of_layer(checkpoint, layer)
+
+
+def _check_numbers_of_layer(checkpoint: Checkpoint, config: Any) -> None:
     for name, most in _MOST.items():
         if (value := getattr(config, name, 1)) is None:
             raise _wrong_number(checkpoint, name, value)

@@ -83,6 +83,14 @@ def reports_from_json(text: bytes | bytearray) -> list[StageReport]:
     return [StageReport.from_json(json.dumps(report).encode()) for report in json.loads(text)]
 
 
+def first_reason(reasons: Sequence[str]) -> str:
+    """The first reason that there is, with the number of its stage if there are several stages."""
+    first = next(((stage, reason) for stage, reason in enumerate(reasons) if reason), None)
+    if first is None:
+        return ""
+    return first[1] if len(reasons) == 1 else f"stage {first[0]}: {first[1]}"
+
+
 class Stages(Protocol):
     """One stage's view of all stages of a model. Each has a KV cache of its own layers."""
 

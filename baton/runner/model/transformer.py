@@ -34,14 +34,16 @@ from baton.runner.model.cached_model import (
     on_device_of_model,
     on_host,
 )
+from baton.runner.model.checkpoint import configs_of_layers
 from baton.runner.model.decode_graphs import DecodeGraphs
 from baton.runner.model.decoder import Decoder, GivenRows, ModelOutput, NotAPlainDecoder, given_to
 from baton.runner.model.layers import ProductWatch, head_of, replace_products
 from baton.runner.model.long_angles import LongAngles, replace_rotary
 from baton.runner.model.recognition import fuse
-from baton.runner.model.stage import ONE_STAGE, LayerReport, StageModule, StageReport, Stages
+from baton.runner.model.stage import ONE_STAGE, LayerReport, StageModule, StageReport, Stages, first_reason
 from baton.runner.model.stored.mapped_files import MappedFiles
 from baton.runner.model.stored.plan import CheckpointNames
+from baton.runner.model.stored.weight import UnusableWeight
 from baton.runner.model.weights import LoadedModel
 from baton.runner.parts import Stage
 from baton.runner.spec import CacheSpec
@@ -120,6 +122,7 @@ class Transformer(CachedModel):
         self.why_no_own_loop = ""
         """Why transformers' loop over the layers runs; empty when Baton's loop replaces it."""
         self._decoder = self._own_loop(self.dtype)
+        self._require_rows_alone(model.architecture)
         why_not_fused = "transformers' loop runs" if self._decoder is None else self._decoder.why_not_fused
         reports = stages.exchange(
             StageReport(
@@ -133,8 +136,8 @@ class Transformer(CachedModel):
             )
         )
         self.missed_products = frozenset(name for report in reports for name in report.missed_products)
-        self.why_no_own_loop = _first_of([report.why_no_own_loop for report in reports])
-        self._why_not_fused = _first_of([report.why_not_fused for report in reports])
+        self.why_no_own_loop = first_reason([report.why_no_own_loop for report in reports])
+        self._why_not_fused = first_reason([report.why_not_fused for report in reports])
         self.embedding_size = reports[-1].embedding_size
         """The width of the head's input; 0: it can't be observed."""
         self.num_logits = reports[-1].num_logits
@@ -323,8 +326,12 @@ class Transformer(CachedModel):
         token_ids, positions, rows = self._probe_rows()
         try:
             self.adapters.rows.num_probed = rows.shape[0]
-            with failing_as_unusable(AttributeError, TypeError), watch, torch.inference_mode():
+            with failing_as_unusable(AttributeError, TypeError, KeyError), watch, torch.inference_mode():
                 output = self._forward(token_ids, positions, rows, self._probe_received(rows.shape[0]))
+        except UnusableWeight as error:
+            if self.stage.is_first or not isinstance(error.__cause__, KeyError):
+                raise
+            raise self._needs_more_than_rows(architecture) from error
         finally:
             self.adapters.rows.num_probed = 0
         if not self.stage.is_last and (output.hidden.shape[1], output.hidden.dtype) != (self.width, self.dtype):
@@ -344,13 +351,13 @@ class Transformer(CachedModel):
 
     def _require_windows(self, architecture: str, windows: Mapping[int, int | None]) -> None:
         """Raise UnsupportedAttention if layers tell masks of their windows, but not their attention."""
-        config = self._module.config
-        kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
-        window = getattr(config, "sliding_window", None)
+        kinds: Sequence[str] = getattr(self._module.config, "layer_types", None) or ()
+        layers = configs_of_layers(self._module.config)
         hidden = [
             index
             for index, kind in enumerate(kinds)
-            if kind == "sliding_attention" and window and index in windows and windows[index] is None
+            if kind == "sliding_attention" and index in windows and windows[index] is None
+            if getattr(layers[min(index, len(layers) - 1)], "sliding_window", None)
         ]
         if hidden:
             numbers = ", ".join(map(str, hidden))
@@ -369,7 +376,9 @@ class Transformer(CachedModel):
         rows = np.arange(_PROBE_ROWS * self.row_quantum)
         # Angles of transformers change for good behind the longest sequence.
         positions = np.minimum(rows, self.max_model_len - 1)
-        return (rows * 7919) % self._module.config.vocab_size, positions, torch.arange(rows.size, device=self.device)
+        token_ids = (rows * 7919) % self._module.config.vocab_size
+        token_ids[-1] = self._module.config.vocab_size - 1  # a table of embeddings by layer may end before it
+        return token_ids, positions, torch.arange(rows.size, device=self.device)
 
     def _own_loop(self, dtype: torch.dtype) -> Decoder | None:
         """Baton's loop over the layers, if the model has the right parts and transformers' loop gives the same bits."""
@@ -391,6 +400,26 @@ class Transformer(CachedModel):
                 self.why_no_own_loop = "its logits are not those of transformers' loop, bit for bit"
                 return None
         return decoder
+
+    def _require_rows_alone(self, architecture: str) -> None:
+        """Raise UnsupportedAttention if this stage looks at token ids or their embedding, which another stage has."""
+        if self.stage.is_first or self._decoder is not None:
+            return
+        bind(self._module, EchoAttention(), self._operations.ranks)
+        token_ids, places, rows = self._probe_rows()
+        received = self._probe_received(rows.shape[0])
+        with torch.inference_mode():
+            others = torch.ones_like(self._module.get_input_embeddings()(self._tensor(token_ids)))
+            expected = self._forward(token_ids, places, rows, received)
+            out = self._forward(np.zeros_like(token_ids), places, rows, received, GivenRows(rows, others))
+        if not (_same_bits(expected.logits, out.logits) and _same_bits(expected.hidden, out.hidden)):
+            raise self._needs_more_than_rows(architecture)
+
+    def _needs_more_than_rows(self, architecture: str) -> UnsupportedAttention:
+        return UnsupportedAttention(
+            f"layers of {architecture} need more than the rows of the layer before them (keys, values or embeddings), "
+            "so they can't be divided in stages: leave out --pp"
+        )
 
     def _probe_given_rows(self) -> tuple[int, str]:
         """The width of rows that may be given in place of tokens, and why none may be: 0 and a reason, or a width.
@@ -452,14 +481,6 @@ class Transformer(CachedModel):
         self._last_hidden = given[0]
         if self._logits_rows is not None:
             self.adapters.rows.keep(self._logits_rows)
-
-
-def _first_of(reasons: Sequence[str]) -> str:
-    """The first reason that there is, with the number of its stage if there are several stages."""
-    first = next(((stage, reason) for stage, reason in enumerate(reasons) if reason), None)
-    if first is None:
-        return ""
-    return first[1] if len(reasons) == 1 else f"stage {first[0]}: {first[1]}"
 
 
 def _same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:

@@ -59,7 +59,11 @@ def check_capable(model: str, needs: Collection[Capability], can: Collection[Cap
     """Raises UnsupportedRequest, which names what is needed and lacking, unless the model can do all that is needed."""
     lacking = in_order([capability for capability in needs if capability not in can])
     if lacking:
-        raise UnsupportedRequest("model", f"{model!r} can't do {', '.join(lacking)}; it can {', '.join(in_order(can))}")
+        is_of_text = lacking == [Capability.IMAGE] and Capability.GENERATE in can
+        of_text = ": it is served for its text alone" if is_of_text else ""
+        raise UnsupportedRequest(
+            "model", f"{model!r} can't do {', '.join(lacking)}; it can {', '.join(in_order(can))}{of_text}"
+        )
 
 
 @dataclass(frozen=True, slots=True, order=True)

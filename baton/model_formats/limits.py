@@ -10,6 +10,8 @@ from baton.errors import ConfigError
 
 LONGEST_CONTEXT = 1 << 24
 """In tokens. float32, in which positions become angles, has every whole number up to here and not beyond."""
+LARGEST_VOCABULARY = 1 << 27
+"""In tokens."""
 AUDIO_RATE = 16_000
 """Samples in a second of speech."""
 LONGEST_SPEECH_S = 30

@@ -234,6 +234,9 @@ class _Loading:
         else:
             _log.info("prompts can't have embeddings: %s", transformer.why_no_given_rows)
         paths = compute_paths(operations, transformer, model.weights, model.dtype)
+        if model.left_out:
+            runs = f"left out, the text alone is served: {', '.join(model.left_out)}"
+            paths = (*paths, ComputePath("other parts", runs))
         if why_no_adapters:
             _log.warning("%s takes no adapters: %s", info.name, why_no_adapters)
             paths = (*paths, ComputePath("adapters", "refused", why_no_adapters))

@@ -11,7 +11,7 @@ from baton.errors import ConfigError
 from baton.messages.sampling import NUMBER_RANGES, SamplingDefaults
 from baton.model_formats.encoder_decoders import EncoderDecoder, read_encoder_decoder
 from baton.model_formats.files import read_object
-from baton.model_formats.limits import longest_context
+from baton.model_formats.limits import LARGEST_VOCABULARY, LONGEST_CONTEXT, longest_context
 from baton.model_formats.special_tokens import read_end_tokens
 
 
@@ -31,12 +31,14 @@ def read_model_files(model_dir: Path) -> ModelFiles:
     """Read the files; raises ConfigError when one is invalid or lacks a needed field."""
     config = _read_json(model_dir / "config.json", model_dir)
     text = config.get("text_config") or config
+    # A part may lack what transformers has by default, which nodes know: until they have said it, nothing is refused.
+    most_tokens, most_words = (LONGEST_CONTEXT, LARGEST_VOCABULARY) if text is not config else (0, 0)
     source = read_encoder_decoder(model_dir, config)
     longest = ("max_position_embeddings", "n_positions", "n_ctx")
     return ModelFiles(
-        vocab_size=_positive(text, ("vocab_size",), model_dir),
+        vocab_size=_positive(text, ("vocab_size",), model_dir, most_words),
         max_model_len=(
-            longest_context(model_dir, config, _positive(text, longest, model_dir))
+            longest_context(model_dir, config, _positive(text, longest, model_dir, most_tokens))
             if source is None
             else source.max_model_len
         ),
@@ -80,9 +82,12 @@ def _read_json(path: Path, model_dir: Path) -> Mapping[str, Any]:
     return read_object(path)
 
 
-def _positive(config: Mapping[str, Any], names: tuple[str, ...], model_dir: Path) -> int:
+def _positive(config: Mapping[str, Any], names: tuple[str, ...], model_dir: Path, default: int) -> int:
+    """The number of the first of these names. `default`: for a configuration that has none of them; 0: it must."""
     for name in names:
         value = config.get(name)
         if isinstance(value, int) and value > 0:
             return value
+    if default and not any(name in config for name in names):
+        return default
     raise ConfigError(f"{model_dir / 'config.json'} has no {names[0]}")

@@ -267,13 +267,14 @@ def is_quantized(name: str, tensor: torch.Tensor) -> bool:
 
 
 def write_quantized_model(
-    directory: Path, architecture: str, form: WrittenFormat, seed: int = 3, **config: Any
+    directory: Path, architecture: str | Mapping[str, Any], form: WrittenFormat, seed: int = 3, **config: Any
 ) -> Path:
     """Write a tiny random model in this format, and beside it a plain one that has the same numbers in float32.
 
-    Returns the directory of the plain one.
+    `architecture`: one of TINY_MODELS, or a configuration. Returns the directory of the plain one.
     """
-    write_random_model(directory, {**TINY_MODELS[architecture], **config}, seed)
+    base = TINY_MODELS[architecture] if isinstance(architecture, str) else architecture
+    write_random_model(directory, {**base, **config}, seed)
     twin = directory.parent / f"{directory.name}-plain"
     shutil.copytree(directory, twin)
     plain = load_file(directory / "model.safetensors")

@@ -21,7 +21,7 @@ import xxhash
 from baton.errors import ConfigError
 from baton.model_formats.files import UnsoundSafetensors, read_header, read_object
 from baton.model_formats.images import IMAGE_FAMILIES, read_processor
-from baton.model_formats.limits import LONGEST_CONTEXT, longest_context
+from baton.model_formats.limits import LARGEST_VOCABULARY, LONGEST_CONTEXT, longest_context
 from baton.model_formats.special_tokens import read_end_tokens
 from baton.runner.model.pooling_files import pooling_fields
 
@@ -156,7 +156,7 @@ def _content_hash(path: Path) -> bytes:
     return bytes(state.digest())
 
 
-_MOST = {"vocab_size": 1 << 27, "max_position_embeddings": LONGEST_CONTEXT}
+_MOST = {"vocab_size": LARGEST_VOCABULARY, "max_position_embeddings": LONGEST_CONTEXT}
 """The largest vocabulary and the longest context that a config.json may ask for."""
 _SIZES = (
     "hidden_size",

@@ -2,7 +2,8 @@
 
 Encoders make vectors, and decoders may have a head for labels in place of tokens. Of a model that takes images the text
 part becomes a causal language model of its own: transformers has no such class, since its image models call the text
-model with rows that the encoder's are already part of.
+model with rows that the encoder's are already part of. Of a model whose images or speech Baton can't encode all other
+parts are left out before they have memory, and what remains must compute logits as the whole model does.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from baton.model_formats.images import IMAGE_FAMILIES
 from baton.runner.model.attention import ATTENTION_NAME, ENCODER_DECODER_ATTENTION
 from baton.runner.model.checkpoint import Checkpoint, check_file_numbers
 from baton.runner.model.pooling_files import classifier_labels, is_classifier, is_decoder_of_both_ways, is_encoder
+from baton.runner.model.stored.plan import CheckpointNames
 
 T = TypeVar("T")
 _SCORE = "score.weight"
@@ -157,6 +159,134 @@ def divide_image_model(image_model: Any) -> tuple[TextPart, ImagePart]:
     return text, ImagePart(image_model)
 
 
+def has_other_parts(config: Any) -> bool:
+    """Whether of a model with this configuration the text part alone is served."""
+    if config.is_encoder_decoder or takes_images(config):
+        return False
+    return config.get_text_config() is not config
+
+
+class LeftOut(nn.Module):
+    """Stands for a part that is not served, and has no weights."""
+
+
+def with_text_alone(model_class: Any) -> Any:
+    """The class of a model of which all parts but its decoder and the head are left out."""
+
+    def build(self: Any, config: Any, *arguments: Any, **named: Any) -> None:
+        model_class.__init__(self, config, *arguments, **named)
+        self.left_out = _leave_out(self)
+
+    return type(model_class.__name__, (model_class,), {"__init__": build, "__module__": model_class.__module__})
+
+
+def _leave_out(model: Any) -> tuple[str, ...]:
+    """Replace the other parts of a model that has no memory yet, and return their paths. Raises ConfigError."""
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    kept = [f"{path}." for path, part in model.named_modules() if part is decoder or part is head]
+    if len(kept) < 2 or decoder is model or any(part is head for part in decoder.modules()):
+        raise ConfigError(
+            f"the text part of {type(model).__name__} can't be taken out of it, so models of type "
+            f"{model.config.model_type!r} are not supported"
+        )
+    left: list[str] = []
+    for path in [f"{path}." for path, _ in model.named_modules() if path]:
+        is_kept = any(path.startswith(part) or part.startswith(path) for part in kept)
+        if not is_kept and not path.startswith(tuple(left)):
+            left.append(path)
+    for path in left:
+        model.set_submodule(path[:-1], LeftOut())
+    ties = model.all_tied_weights_keys
+    model.all_tied_weights_keys = {
+        key: source for key, source in ties.items() if not key.startswith(tuple(left)) and source in model.state_dict()
+    }
+    return tuple(path[:-1] for path in left)
+
+
+def without_left_out(skeleton: Any, tensors: Mapping[str, T]) -> Mapping[str, T]:
+    """The tensors of a checkpoint, without those of parts that are left out."""
+    left = tuple(f"{path}." for path in getattr(skeleton, "left_out", ()))
+    if not left:
+        return tensors
+    names = CheckpointNames(skeleton)
+    return {name: tensor for name, tensor in tensors.items() if not names.parameter_of(name)[0].startswith(left)}
+
+
+def text_part_of(model: Any) -> nn.Module:
+    """The decoder and the head of a model whose other parts are left out, as a causal language model.
+
+    Some models change the logits behind their head (soft caps), and some don't although their text model by itself
+    would, so both ways are tried. Raises ConfigError for a model that makes its logits in a third way.
+    """
+    refusal = f"models of type {model.config.model_type!r} are not supported: {type(model).__name__} "
+    try:
+        expected = _logits_behind_decoder(model, model.get_decoder())
+        for make in (TextPart, _causal_model_of):
+            part = make(model)
+            found = None if part is None else _logits_behind_decoder(part, model.get_decoder())
+            if expected is not None and found is not None and torch.equal(expected, found):
+                return part
+    # transformers has no list of what it raises.
+    except Exception as error:
+        raise ConfigError(f"{refusal}fails with a text alone ({type(error).__name__}: {first_line(error)})") from error
+    raise ConfigError(f"{refusal}makes its logits of a text otherwise than its decoder and its head do")
+
+
+def _causal_model_of(model: Any) -> Any:
+    """transformers' causal language model with the decoder and the head of a model; None if it has none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    text_config, decoder = model.config.get_text_config(), model.get_decoder()
+    if type(text_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    with torch.device("meta"):
+        causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text_config)](text_config)
+    if type(causal.base_model) is not type(decoder):
+        return None
+    setattr(causal, causal.base_model_prefix, decoder)
+    causal.set_output_embeddings(model.get_output_embeddings())
+    causal.decoder_path = next(path for path, part in model.named_modules() if part is decoder)
+    return causal.eval().requires_grad_(False)
+
+
+class _DecoderRows:
+    """The output of a decoder that has nothing but the rows behind its last layer."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.last_hidden_state = rows
+
+    def __getitem__(self, _first: int) -> torch.Tensor:
+        return self.last_hidden_state
+
+    def __getattr__(self, _name: str) -> None:
+        return None
+
+
+def _logits_behind_decoder(module: Any, decoder: Any) -> torch.Tensor | None:
+    """What a model makes of what its decoder and its head return, where the decoder returns the same rows always, and
+    the head its input; None if the decoder gets other rows than its embedding's."""
+    ids = torch.tensor([[0, 1, 2]])
+    embedding: torch.Tensor = decoder.get_input_embeddings()(ids)
+    rows = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(0)) * 30
+    head, given = module.get_output_embeddings(), []
+
+    def forward(**arguments: Any) -> _DecoderRows:
+        given.append(arguments)
+        return _DecoderRows(rows.to(embedding.dtype))
+
+    module.set_output_embeddings(nn.Identity())
+    decoder.forward = forward
+    try:
+        places = torch.arange(ids.shape[1])
+        out = module(input_ids=ids, position_ids=places[None], use_cache=False, logits_to_keep=places)
+    finally:
+        del decoder.forward
+        module.set_output_embeddings(head)
+    own = [arguments.get("inputs_embeds") for arguments in given]
+    logits: torch.Tensor = out.logits
+    return logits if len(own) == 1 and (own[0] is None or torch.equal(own[0], embedding)) else None
+
+
 def read_config(checkpoint: Checkpoint) -> Any:
     """A directory's configuration as transformers has it. Raises ConfigError."""
     from transformers import CONFIG_MAPPING, AutoConfig
@@ -188,6 +318,9 @@ def attention_of(config: Any) -> str | dict[str, str]:
     """The attention of the layers that have a KV cache: Baton's. An encoder of images keeps transformers' own."""
     if config.is_encoder_decoder:
         return ENCODER_DECODER_ATTENTION
+    if has_other_parts(config):
+        text_config, parts = config.get_text_config(), ["", *config.sub_configs]
+        return {name: ATTENTION_NAME if getattr(config, name, None) is text_config else "eager" for name in parts}
     if not takes_images(config):
         return ATTENTION_NAME
     # Eager attention would need memory for the square of an image's patches, times heads.
@@ -196,15 +329,15 @@ def attention_of(config: Any) -> str | dict[str, str]:
 
 def model_class_of(checkpoint: Checkpoint, config: Any) -> Any:
     """The class that a model with this configuration is loaded as. Raises ConfigError for one that can't be served."""
+    from transformers import GenerationMixin
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING,
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
         MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     )
 
     refusal = f"{checkpoint.directory} is of type {config.model_type!r}, which is not supported: "
-    known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if takes_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING
     if has_encoder_and_decoder(checkpoint.config):
         mappings = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING)
         return next(mapping[type(config)] for mapping in mappings if type(config) in mapping)
@@ -215,22 +348,28 @@ def model_class_of(checkpoint: Checkpoint, config: Any) -> Any:
             refusal + "its tokens attend to those behind, too (use_bidirectional_attention, or is_causal: false, in "
             "config.json), and decoders are computed causally"
         )
+    is_part = has_other_parts(config)
+    known = MODEL_FOR_MULTIMODAL_LM_MAPPING if is_part or takes_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING
     if config.is_encoder_decoder or type(config) not in known:
         raise ConfigError(
             refusal + "only decoder-only text models are, some that take images, and some with an encoder"
         )
     model_class = known[type(config)]
     text_config = config.get_text_config()
-    if text_config is not config and not takes_images(config):
-        raise ConfigError(refusal + "only text models and some that take images are, and it has other parts")
-    if not getattr(model_class, "_supports_attention_backend", False):
-        raise ConfigError(refusal + "its attention can't be exchanged for the paged one")
+    if is_part:
+        refusal += f"of its parts only that for text could be served, of type {text_config.model_type!r}, and "
     kinds = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise ConfigError(refusal + f"it has layers of type {', '.join(sorted(kinds))}")
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise ConfigError(refusal + "its attention can't be exchanged for the paged one")
+    if is_part and is_classifier(checkpoint.config):
+        raise ConfigError(refusal + "it has a head for labels")
+    if is_part and getattr(model_class, "generate", None) is not GenerationMixin.generate:
+        raise ConfigError(refusal + "the model generates in a way of its own")
     if is_classifier(checkpoint.config) and not takes_images(config):
         return classifier_class(model_class, config, checkpoint.config, checkpoint.directory)
-    return model_class
+    return with_text_alone(model_class) if is_part else model_class
 
 
 def first_line(error: BaseException) -> str:

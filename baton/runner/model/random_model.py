@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from baton.runner.model.model_classes import takes_images
+from baton.runner.model.model_classes import has_other_parts, takes_images
 from baton.runner.model.weights import DTYPES
 
 
@@ -43,8 +43,8 @@ def write_module(directory: Path, module: Any) -> None:
 def _class_for(config: Any) -> Any:
     import transformers
 
-    if takes_images(config):
-        return transformers.AutoModelForImageTextToText
+    if takes_images(config) or has_other_parts(config):
+        return transformers.AutoModelForMultimodalLM
     if config.is_encoder_decoder:
         is_speech = hasattr(config, "num_mel_bins")
         return transformers.AutoModelForSpeechSeq2Seq if is_speech else transformers.AutoModelForSeq2SeqLM

@@ -25,11 +25,14 @@ from baton.runner.model.model_classes import (
     attention_of,
     divide_image_model,
     first_line,
+    has_other_parts,
     is_unused,
     model_class_of,
     read_config,
     takes_images,
+    text_part_of,
     with_head_renamed,
+    without_left_out,
 )
 from baton.runner.model.stored.formats import format_of
 from baton.runner.model.stored.held import dequantized_on_file, weights_on_file, weights_to_quantize
@@ -87,6 +90,8 @@ class LoadedModel:
     weights: ModelWeights = ModelWeights()
     image_part: nn.Module | None = None
     """What encodes images, if the model takes them; on the host, too."""
+    left_out: tuple[str, ...] = ()
+    """The paths of the parts that are not served, of a model of which the text part alone is."""
 
     @property
     def max_model_len(self) -> int:
@@ -173,7 +178,7 @@ def load_model(directory: Path, how: WeightSpec, device: torch.device = CPU) -> 
     try:
         with _ONE_AT_A_TIME, tensors_on_file(checkpoint.weight_files) as on_file:
             skeleton = _skeleton(model_class, config)
-            tensors = with_head_renamed(skeleton, on_file)
+            tensors = without_left_out(skeleton, with_head_renamed(skeleton, on_file))
             num_layers = config.get_text_config().num_hidden_layers
             if not 0 < num_layers <= len(tensors):
                 raise UnusableWeight(f"{num_layers} layers can't be made of {len(tensors)} tensors")
@@ -190,8 +195,12 @@ def load_model(directory: Path, how: WeightSpec, device: torch.device = CPU) -> 
                 local_files_only=True,
                 output_loading_info=True,
             )
+    except ConfigError:
+        raise
     except SafetensorError as error:
         raise ConfigError(f"the weights in {directory} can't be read ({first_line(error)}); copy them again") from error
+    except ImportError as error:
+        raise ConfigError(f"{directory} needs a library that Baton does not use ({first_line(error)})") from error
     except (UnusableWeight, DuplicateTensor) as error:
         raise ConfigError(f"the weights in {directory} can't be used: {error}") from error
     except Exception as error:
@@ -204,6 +213,9 @@ def load_model(directory: Path, how: WeightSpec, device: torch.device = CPU) -> 
     module.eval().requires_grad_(False)
     weights = _weights(plan, module, weight_format, how)
     loaded = LoadedModel(module, config.get_text_config(), checkpoint, dtype, model_class.__name__, device, weights)
+    if has_other_parts(config):
+        with _ONE_AT_A_TIME:
+            return replace(loaded, module=text_part_of(module), left_out=module.left_out)
     if not takes_images(config):
         return loaded
     text_part, image_part = divide_image_model(module)

@@ -115,7 +115,9 @@ def test_a_model_without_images_refuses_them_by_name(prompts: ImagePrompts) -> N
     card = ModelCard("m", 100, 256, capabilities=GENERATES)
     rules = ImageRules(prompts, 8, 1 << 20, 1 << 20)
     for found in (None, rules):
-        with pytest.raises(UnsupportedRequest, match="can't do image"):
+        with pytest.raises(
+            UnsupportedRequest, match="can't do image; it can generate: it is served for its text alone"
+        ):
             check_takes_images(card, found)
     able = ModelCard("m", 100, 256, capabilities=GENERATES | {Capability.IMAGE})
     assert check_takes_images(able, rules) is rules

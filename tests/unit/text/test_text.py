@@ -319,9 +319,14 @@ def test_the_facts_of_a_model_are_read_from_its_files(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text('{"x": ' * depth + "0" + "}" * depth)
         with pytest.raises(ConfigError, match=r"config\.json (is nested more than 100 deep|can't be read as JSON)"):
             read_model_files(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"n_positions": 64}))
-    with pytest.raises(ConfigError, match="has no vocab_size"):
-        read_model_files(tmp_path)
+    for config in ({"n_positions": 64}, {"text_config": {"vocab_size": "many"}}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ConfigError, match="has no vocab_size"):
+            read_model_files(tmp_path)
+    # gemma3's text part is released with neither of its numbers, which are transformers' defaults.
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"hidden_size": 2560}}))
+    facts = read_model_files(tmp_path)
+    assert (facts.vocab_size, facts.max_model_len) == (1 << 27, 1 << 24)
 
 
 def reference_cut(text: str, stops: list[str], keeps_found: bool) -> tuple[str, str | None]:

@@ -41,8 +41,8 @@ def check_up(config: UpConfig) -> None:
 
 
 def check_architecture(directory: Path, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless config.json names a language model, with an encoder or without, one with images, a
-    classifier or an encoder.
+    """Raise ConfigError unless config.json names a language model, with an encoder or without, one with other parts
+    such as images, a classifier or an encoder.
 
     The node checks the details.
     """
@@ -54,7 +54,8 @@ def check_architecture(directory: Path, config: Mapping[str, Any]) -> None:
     if config.get("model_type") in IMAGE_FAMILIES:
         image_family(directory)
         return
-    causal = [name for name in named if str(name).endswith(("ForCausalLM", "LMHeadModel"))]
+    endings = ("ForCausalLM", "LMHeadModel", *(["ForConditionalGeneration"] if config.get("text_config") else []))
+    causal = [name for name in named if str(name).endswith(endings)]
     if not causal or config.get("is_encoder_decoder"):
         architectures = ", ".join(map(str, named)) or "no architecture"
         raise ConfigError(

@@ -196,9 +196,10 @@ def _leave_out(model: Any) -> tuple[str, ...]:
             left.append(path)
     for path in left:
         model.set_submodule(path[:-1], LeftOut())
-    ties = model.all_tied_weights_keys
+    gone, ties = tuple(left), model.all_tied_weights_keys
+    # transformers would look for parameters that are not there.
     model.all_tied_weights_keys = {
-        key: source for key, source in ties.items() if not key.startswith(tuple(left)) and source in model.state_dict()
+        key: source for key, source in ties.items() if not (key.startswith(gone) or source.startswith(gone))
     }
     return tuple(path[:-1] for path in left)
 

@@ -51,9 +51,8 @@ def test_greedy_tokens_equal_generate(models: Path, name: str) -> None:
     assert len({token for tokens in expected.values() for token in tokens}) > 12
     found = run_all(make_engine(runner), [Request(key, RequestSpec(prompt, GREEDY)) for key, prompt in PROMPTS.items()])
     assert found == expected
-    assert {(layer.num_kv_heads, layer.key_dim) for layer in runner.layout.layers} == (
-        {(2, 16), (2, 32)} if name == "shared" else {(2, 16), (1, 32)}
-    )
+    globally = {"mixture": (1, 32), "shared": (2, 32), "dense": (1, 512)}
+    assert {(layer.num_kv_heads, layer.key_dim) for layer in runner.layout.layers} == {(2, 16), globally[name]}
 
 
 @pytest.mark.parametrize("name", GEMMA4_MODELS)

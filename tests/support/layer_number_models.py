@@ -40,6 +40,8 @@ GEMMA4_MODELS: Mapping[str, Mapping[str, Any]] = {
     },
     "dense": {
         **_GEMMA4,
+        "global_head_dim": 512,
+        "tie_word_embeddings": False,
         "num_global_key_value_heads": 1,
         "attention_k_eq_v": True,
         "hidden_size_per_layer_input": 0,

@@ -170,7 +170,7 @@ def test_without_kernels_rows_of_a_long_text_attend_block_by_block(window: int |
 @all_pairs(
     {
         "dtype": DTYPES,
-        "head_dim": [8, 16, 24, 64, 80, 128, 256],
+        "head_dim": [8, 16, 24, 64, 80, 128, 256, 512],
         "heads, kv_heads": [(4, 4), (14, 2), (71, 1), (5, 5)],
     }
 )
@@ -317,7 +317,7 @@ def test_requests_may_have_no_rows() -> None:
     {
         "isa": ISAS,
         "dtype": DTYPES,
-        "key_dim, value_dim": [(192, 128), (24, 16), (16, 24), (40, 8), (256, 64), (8, 256)],
+        "key_dim, value_dim": [(192, 128), (24, 16), (16, 24), (40, 8), (256, 64), (8, 256), (512, 8), (64, 512)],
     }
 )
 def test_keys_and_values_may_have_different_widths(isa: str, dtype: torch.dtype, key_dim: int, value_dim: int) -> None:
@@ -462,7 +462,7 @@ def test_store_writes_its_slots_and_nothing_else() -> None:
         ("cache", {"cache": replace(_cache(4, 2, 16, 32, 32, torch.float32), key_offset=-1)}),
         ("cache", {"cache": replace(_cache(4, 2, 16, 32, 32, torch.float32), num_kv_heads=0)}),
         ("key_dim", {"cache": _cache(4, 2, 16, 12, 32, torch.float32), "query": torch.zeros(4, 6, 12)}),
-        ("value_dim", {"cache": _cache(4, 2, 16, 32, 264, torch.float32)}),
+        ("value_dim", {"cache": _cache(4, 2, 16, 32, 520, torch.float32)}),
     ],
 )
 def test_attention_refuses_arguments_that_reach_outside_the_cache(argument: str, change: dict[str, object]) -> None:

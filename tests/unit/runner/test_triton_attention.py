@@ -52,6 +52,7 @@ GPU_KINDS = {
     "window, softcap and sinks": Kind(8, 1, 16, 16, block_size=32, window=100, softcap=20.0, has_sinks=True),
     "twenty heads in a group": Kind(20, 1, 64, 64, has_sinks=True),
     "deepseek": Kind(4, 4, 192, 128),
+    "gemma4's global layers": Kind(8, 1, 512, 512),
     "window of several tiles": Kind(16, 2, 128, 128, block_size=64, window=600, has_sinks=True),
 }
 SMALL_KINDS = {
@@ -59,6 +60,7 @@ SMALL_KINDS = {
     "three heads in a group, window, blocks of 8": Kind(3, 1, 80, 80, block_size=8, window=11),
     "window, softcap and sinks": Kind(4, 2, 16, 16, block_size=32, window=100, softcap=20.0, has_sinks=True),
     "deepseek": Kind(1, 1, 192, 128),
+    "gemma4's global layers": Kind(1, 1, 512, 512),
 }
 KINDS = GPU_KINDS if ON_GPU else SMALL_KINDS
 """For the interpreter a few heads: it takes some milliseconds for each of them in each split."""

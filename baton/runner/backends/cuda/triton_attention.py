@@ -107,6 +107,8 @@ def _padded(width: int) -> int:
 
 def _tile_of_keys(dtype: torch.dtype, dim: int) -> tuple[int, int]:
     """How many keys a tile has, and how many tiles are loaded ahead, as shared memory allows."""
+    if dim > 256:
+        return 16, 1 if dtype == torch.float32 else 2
     if dtype == torch.float32:
         return 32, 1
     return (64, 2) if dim <= 128 else (32, 2)

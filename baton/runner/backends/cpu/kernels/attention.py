@@ -13,7 +13,7 @@ from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.library import CACHE_FORMATS, DTYPES, check_status, library
 from baton.runner.backends.paged_cache import CacheView
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 BFLOAT16_BYTES = 2
 SCALE_BYTES = 2 * BFLOAT16_BYTES
 """The bytes of the scales of one key and one value in 8 bits."""

@@ -24,7 +24,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { LANES = 16, GROUP_PANELS = 4, GROUP_COLUMNS = LANES * GROUP_PANELS, BF16_K_MULTIPLE = 32, KEY_TILE = 64, MAX_HEAD_DIM = 256 };
+enum { LANES = 16, GROUP_PANELS = 4, GROUP_COLUMNS = LANES * GROUP_PANELS, BF16_K_MULTIPLE = 32, KEY_TILE = 64, MAX_HEAD_DIM = 512 };
 enum dtype { DTYPE_FLOAT32 = 0, DTYPE_BFLOAT16 = 1 };
 /* product.py has the same numbers. */
 enum activation { NOT_GATED = 0, GATE_SILU = 1, GATE_GELU_TANH = 2, GATE_GELU = 3 };

@@ -25,7 +25,8 @@ class ModelInfo:
     name: str
     fingerprint: str
     """Hash over configuration, weights' identity and tokenizer: equal fingerprints mean equal models."""
-    architecture: str
+    model_type: str
+    """The `model_type` of its config.json."""
     dtype: str
     """float32 or bfloat16."""
     numerics: str

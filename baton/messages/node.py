@@ -108,6 +108,8 @@ class NodeDescription:
     """Whether the model's logits were those of transformers in a check at start."""
     why_unverified: str = ""
     """Why they were not, or were not compared; empty: they were, or a version that does not say it."""
+    model_type: str = ""
+    """The type of the node's model, as its config.json names it; empty: a version that does not say it."""
 
     @property
     def can(self) -> frozenset[Capability]:

@@ -10,6 +10,8 @@ import torch
 
 from baton.engine.runner import KVLayout, ModelInfo, RunnerLost
 from baton.errors import ConfigError
+from baton.model_formats.files import read_object
+from baton.model_formats.model_types import what_instead
 from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
@@ -53,7 +55,8 @@ def named_errors(model_dir: Path) -> Iterator[None]:
     except UnusableWeight as error:
         raise ConfigError(f"the weights in {model_dir} can't be used: {error}") from error
     except UnsupportedAttention as error:
-        raise UnsupportedAttention(f"{model_dir} can't be served: {error}; choose another model") from error
+        instead = what_instead(str(read_object(model_dir / "config.json").get("model_type")))
+        raise UnsupportedAttention(f"{model_dir} can't be served: {error}; {instead}") from error
     except KernelArgumentError as error:
         raise ConfigError(f"{model_dir} has a shape that Baton's kernels can't compute ({error})") from error
     except RunnerLost as error:
@@ -104,7 +107,7 @@ def model_info(
     return ModelInfo(
         name=spec.name or spec.model_dir.resolve().name,
         fingerprint=loaded.fingerprint,
-        architecture=loaded.architecture,
+        model_type=loaded.checkpoint.model_type,
         dtype=loaded.dtype,
         numerics=numerics_of(loaded.weights.treatment, operations, layout),
         vocab_size=loaded.config.vocab_size,

@@ -161,7 +161,7 @@ class SimulatedRunner(OneProcessRunner):
         self.model = ModelInfo(
             name=spec.name,
             fingerprint=xxhash.xxh3_128_hexdigest(fields.encode()),
-            architecture="Simulated",
+            model_type="simulated",
             dtype=spec.dtype,
             numerics="simulated-1",
             vocab_size=spec.vocab_size,

@@ -49,7 +49,7 @@ def made_runner(shape: Shape, device: torch.device, num_blocks: int) -> TorchMod
     info = ModelInfo(
         name=shape.name,
         fingerprint=fingerprint,
-        architecture=loaded.architecture,
+        model_type=str(shape.config["model_type"]),
         dtype=name,
         numerics=numerics_of("", operations, transformer.layout),
         vocab_size=shape.vocab,

@@ -223,7 +223,7 @@ class FakeRunner(OneProcessRunner):
         self.model = ModelInfo(
             name=name,
             fingerprint=f"scripted-{vocab_size}",
-            architecture="Scripted",
+            model_type="scripted",
             dtype="float32",
             numerics="scripted",
             vocab_size=vocab_size,

@@ -1,4 +1,5 @@
-"""Greedy tokens of the engine equal transformers' own `generate()` in float32, for every supported architecture."""
+"""Tokens of the engine equal transformers' own `generate()` in float32, also beyond the positions that a configuration
+names; test_types.py has all types."""
 
 from __future__ import annotations
 
@@ -8,7 +9,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import pytest
 import torch
 
 from baton.engine.core import EngineCore
@@ -32,17 +32,17 @@ PROMPT_LENGTHS = (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 5, 33, 70, 100)
 
 
 def make_engine(runner: TorchModelRunner, **limits: Any) -> EngineCore:
-    config = SchedulerConfig(
-        num_blocks=runner.memory.num_blocks,
-        block_size=runner.layout.block_size,
-        windows=runner.layout.windows,
-        max_num_batched_tokens=24,
-        max_num_seqs=8,
-        max_model_len=runner.model.max_model_len,
-        **limits,
-    )
+    usual: dict[str, Any] = {
+        "num_blocks": runner.memory.num_blocks,
+        "block_size": runner.layout.block_size,
+        "windows": runner.layout.windows,
+        "long_sequences": runner.model.long_sequences,
+        "max_num_batched_tokens": 24,
+        "max_num_seqs": 8,
+        "max_model_len": runner.model.max_model_len,
+    }
     fields = CacheKeyFields(runner.model.fingerprint, runner.layout.dtype, "test")
-    return EngineCore(Scheduler(config, fields, FakeClock()), runner)
+    return EngineCore(Scheduler(SchedulerConfig(**usual | limits), fields, FakeClock()), runner)
 
 
 def run_all(engine: EngineCore, requests: list[Request]) -> dict[str, list[int]]:
@@ -108,24 +108,6 @@ def generate_with(model: Any, prompts: dict[str, list[int]]) -> dict[str, list[i
         )
         expected[name] = out[0, len(prompt) :].tolist()
     return expected
-
-
-@pytest.mark.parametrize("name", TINY_MODELS)
-def test_greedy_tokens_equal_generate(tmp_path: Path, name: str) -> None:
-    write_random_model(tmp_path, TINY_MODELS[name], seed=5)
-    runner = load_runner(TorchSpec(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=64))
-    prompts = make_prompts(runner.model.vocab_size)
-    expected = generate_with_transformers(tmp_path, prompts)
-    # A model that repeats one token would prove nothing.
-    assert len({token for tokens in expected.values() for token in tokens}) > 20
-
-    engine = make_engine(runner)
-    greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
-    assert run_all(engine, [Request(key, RequestSpec(prompt, greedy)) for key, prompt in prompts.items()]) == expected
-    again = run_all(engine, [Request(f"{key}-again", RequestSpec(prompt, greedy)) for key, prompt in prompts.items()])
-    assert {key.removesuffix("-again"): tokens for key, tokens in again.items()} == expected
-    assert engine.scheduler.make_stats().prefix_cache.num_hit_tokens["device"] > 0
-    assert runner.model.bit_exact
 
 
 def test_a_yarn_reaches_beyond_the_positions_that_a_configuration_names(tmp_path: Path) -> None:

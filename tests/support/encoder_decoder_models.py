@@ -56,7 +56,7 @@ ENCODER_DECODERS: Mapping[str, Mapping[str, Any]] = {
         "init_std": 0.3,
     },
     "t5": {**_T5, "tie_word_embeddings": True},
-    "t5_gated": {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    "mt5": {**_T5, "model_type": "mt5", "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     "whisper": {
         **{name: value for name, value in _BART.items() if name != "max_position_embeddings"},
         "model_type": "whisper",

@@ -57,7 +57,7 @@ TEXT_PART_MODELS: Mapping[str, Mapping[str, Any]] = {
         "vision_config": _GEMMA4_IMAGES,
         "audio_config": None,
     },
-    "gemma4_mixture": {
+    "gemma4-mixture": {
         "model_type": "gemma4",
         "text_config": {**GEMMA4_MODELS["mixture"], "use_bidirectional_attention": "vision"},
         "vision_config": _GEMMA4_IMAGES,

@@ -1,4 +1,4 @@
-"""Tiny random models whose every tensor varies, so that a mechanism that initial values switch off is computed."""
+"""Random models of which no tensor is constant."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from safetensors.torch import load_file, save_file
 
 from baton.runner.model.random_model import write_random_model
 
+_SPREAD, _SPREAD_OF_ZEROS = 0.25, 0.1
+"""The standard deviations of what is added to constant tensors. With larger biases all tokens would be alike."""
+
 
 def write_varied_model(directory: Path, config: Mapping[str, Any], seed: int) -> None:
-    """Write a random model as `write_random_model` does, with noise of 0.25 in all tensors that hold one number alone:
-    norms, biases, gates and scales."""
-    write_random_model(directory, config, seed=seed)
+    """Write a random model, and make its constant tensors random: norms, biases, gates, sinks.
+
+    With their first values, 0 or 1, a part that leaves them out would compute the same.
+    """
+    write_random_model(directory, config, seed)
     generator = torch.Generator().manual_seed(seed)
-    for path in directory.glob("*.safetensors"):
-        tensors = load_file(path)
+    for file in directory.glob("*.safetensors"):
+        tensors = load_file(file)
         for name, tensor in tensors.items():
-            if tensor.is_floating_point() and tensor.numel() and tensor.float().std(unbiased=False) == 0:
-                noise = 0.25 * torch.randn(tensor.shape, generator=generator)
-                tensors[name] = (tensor.float() + noise).to(tensor.dtype)
-        save_file(tensors, path, metadata={"format": "pt"})
+            if tensor.is_floating_point() and tensor.numel() and tensor.min() == tensor.max():
+                spread = _SPREAD if tensor.any() else _SPREAD_OF_ZEROS
+                tensors[name] = tensor + spread * torch.randn(tensor.shape, generator=generator)
+        save_file(tensors, file, metadata={"format": "pt"})

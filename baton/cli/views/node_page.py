@@ -14,6 +14,7 @@ from baton.messages.node import LoadReport, NodeDescription
 from baton.messages.node_model import in_order
 from baton.messages.node_report import KV_PROBE_FAILED, HandoffReport, NodeReport, RankReport
 from baton.messages.operator import NodeStatus
+from baton.model_formats.model_types import registered_types
 
 Field = tuple[str, str]
 
@@ -83,16 +84,23 @@ def _identity(status: NodeStatus) -> list[Field]:
 def _model(description: NodeDescription) -> list[Field]:
     return [
         ("Name", description.model),
+        ("Type", description.model_type),
         ("Fingerprint", description.model_fingerprint),
         ("Dtype", description.dtype),
         ("Numerics", description.numerics),
         ("Bit-exact", _yes_or_why_not(description.bit_exact, description.bit_exact_reason)),
         ("Bits", description.bits),
-        ("Verified", _yes_or_why_not(description.is_verified, description.why_unverified)),
+        ("Verified", _verified(description)),
         ("Longest", f"{description.max_model_len} tokens"),
         ("Can", ", ".join(in_order(description.can))),
         ("Vocabulary", f"{description.vocab_size} tokens"),
     ]
+
+
+def _verified(description: NodeDescription) -> str:
+    if not description.is_verified:
+        return _yes_or_why_not(False, description.why_unverified)
+    return "at start, and its type by tests" if description.model_type in registered_types() else "at start"
 
 
 def _yes_or_why_not(is_so: bool, why_not: str) -> str:

@@ -66,6 +66,7 @@ def describe(
         bit_exact_reason=model.bit_exact_reason,
         is_verified=model.is_verified,
         why_unverified=model.why_unverified,
+        model_type=model.model_type,
     )
 
 

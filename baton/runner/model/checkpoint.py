@@ -42,6 +42,11 @@ class Checkpoint:
     """SHA-256 over configuration, tokenizer and every weight byte: equal fingerprints mean equal models."""
     eos_token_ids: frozenset[int]
 
+    @property
+    def model_type(self) -> str:
+        """The `model_type` of config.json; empty if it has none."""
+        return str(self.config.get("model_type", ""))
+
 
 def open_checkpoint(directory: Path) -> Checkpoint:
     """Check a model directory and compute its fingerprint; raises ConfigError that says what is wrong, and the fix."""

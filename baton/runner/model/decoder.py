@@ -144,6 +144,11 @@ class ModelOutput(NamedTuple):
     head."""
 
 
+def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether two tensors are equal, where NaN equals NaN."""
+    return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+
+
 class _Wanted(NamedTuple):
     """What a program computes of a step."""
 

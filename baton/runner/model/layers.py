@@ -1,9 +1,9 @@
 """Replaces every product of a model by a row-invariant one: a row's bits don't depend on how many rows there are.
 
-There are three kinds of products: linear layers (modules, which are replaced), experts (fused three-dimensional
-parameters, which are computed through transformers' ExpertsInterface), and weights that a module multiplies itself with
-`F.linear` (a mixture's router), which become tensors that intercept the call. `ProductWatch` finds products that were
-missed.
+There are four kinds of products: linear layers (modules, which are replaced), experts (fused three-dimensional
+parameters, which are computed through transformers' ExpertsInterface), weights that a module multiplies itself with
+`F.linear` (a mixture's router), which become tensors that intercept the call, and small matrices that are computed for
+each row (`RowMatrices`). `ProductWatch` finds products that were missed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.runner.adapters.adaptable import AdaptableExperts, AdaptableProduct, HasProducts, hold_parameters, routed
@@ -97,11 +98,15 @@ class PackedEmbedding(nn.Module):
 
 
 class InterceptedWeight(torch.Tensor):
-    """A weight that a module passes to `F.linear` itself: that call runs Baton's product, all others see a tensor."""
+    """A weight that a module passes to `F.linear` itself: that call runs Baton's product, all others see a tensor.
+
+    Of a stack of weights, [experts, N, K], each is one.
+    """
 
     product: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
     cast: Callable[[torch.dtype], torch.Tensor]
     adaptable: AdaptableProduct
+    stacked: Sequence[InterceptedWeight]
 
     @staticmethod
     def of(
@@ -129,6 +134,13 @@ class InterceptedWeight(torch.Tensor):
         intercepted.product = product
         return intercepted
 
+    @staticmethod
+    def of_stack(weights: torch.Tensor, operations: Operations) -> InterceptedWeight:
+        """The weights [experts, N, K] of a module that passes them to `F.linear` one by one."""
+        intercepted = weights.detach().clone().as_subclass(InterceptedWeight)
+        intercepted.stacked = [InterceptedWeight.of(weight, operations) for weight in weights.detach()]
+        return intercepted
+
     @classmethod
     def __torch_function__(
         cls,
@@ -142,6 +154,8 @@ class InterceptedWeight(torch.Tensor):
             if func is functional.linear and isinstance(args[1], InterceptedWeight):
                 bias = args[2] if len(args) > 2 else kwargs.get("bias")
                 return args[1].product(args[0], bias)
+            if func is torch.Tensor.__getitem__ and args[0].dim() == 3 and isinstance(args[1], int):
+                return args[0].stacked[args[1]]
             out = func(*args, **kwargs)
             if func in _CASTS and isinstance(args[0], InterceptedWeight) and isinstance(out, torch.Tensor):
                 return args[0].cast(out.dtype)
@@ -348,6 +362,9 @@ def replace_products(
                 weight = InterceptedWeight.of(parameter, operations)
                 object.__setattr__(part, name, weight)
                 held[name] = weight.adaptable
+            elif parameter.dim() == 3 and not isinstance(part, nn.Conv1d):
+                delattr(part, name)
+                object.__setattr__(part, name, InterceptedWeight.of_stack(parameter, operations))
         if any(held.values()):
             hold_parameters(part, held)
     # The other parameters (embeddings, norms) are in the mapped file; copies let its pages be unmapped.
@@ -374,6 +391,33 @@ def _embeddings(module: nn.Module) -> dict[int, tuple[nn.Module, str]]:
             elif type(part) is nn.Embedding:
                 embeddings[part.weight.data_ptr()] = (parent, name)
     return embeddings
+
+
+class RowMatrices(TorchFunctionMode):
+    """While active, products of each row with a small matrix of its own, [1, T, M, K] and [1, T, K, N] to [1, T, M, N],
+    add in the order of K, in float32: torch's order may depend on the number of rows."""
+
+    _LARGEST = 16
+    """Larger ones would take longer than torch's; they are left to it, and found by `ProductWatch`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_any = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.matmul or not self._are_small(*args):
+            return func(*args, **(kwargs or {}))
+        self.has_any = True
+        one, other = args[0].float(), args[1].float()
+        out = one[..., :1] * other[..., :1, :]
+        for place in range(1, one.shape[-1]):
+            out = out + one[..., place : place + 1] * other[..., place : place + 1, :]
+        return out.to(args[0].dtype)
+
+    def _are_small(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        return one.dim() == other.dim() == 4 and one.shape[:2] == other.shape[:2] and one.shape[3] <= self._LARGEST
 
 
 class ProductWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -29,12 +29,19 @@ class LongAngles(nn.Module):
         self.is_long: torch.Tensor | None = None
         """Bool [T], of the step that is computed: the rows with the angles of long sequences; None: there are none."""
 
+    def __getattr__(self, name: str) -> Any:
+        # Some models look at the configuration of their rotary module.
+        return super().__getattr__(name) if name == "rotary" else getattr(self.rotary, name)
+
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """What the rotary module gives for positions [1, T], cosines and sines [1, T, R], for each row alone."""
+        """What the rotary module gives for positions [1, T], for each row alone: cosines and sines [1, T, R], or one
+        tensor of complex numbers."""
         short = self.short(x, position_ids, *args, **kwargs)
         if self.is_long is None:
             return short
         long = self.long(x, position_ids, *args, **kwargs)
+        if isinstance(short, torch.Tensor):
+            return torch.where(self.is_long[:, None], long, short)
         return tuple(torch.where(self.is_long[:, None], *both) for both in zip(long, short, strict=True))
 
     def short(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +52,8 @@ class LongAngles(nn.Module):
         """The angles of long sequences for positions [1, T]."""
         # As many rows again keep every row's place in the vectors of torch's kernels.
         both = torch.cat((position_ids, torch.full_like(position_ids, self.most_short)), dim=-1)
-        return tuple(angles[:, : position_ids.shape[-1]] for angles in self.rotary(x, both, *args, **kwargs))
+        given, count = self.rotary(x, both, *args, **kwargs), position_ids.shape[-1]
+        return given[:, :count] if isinstance(given, torch.Tensor) else tuple(angles[:, :count] for angles in given)
 
 
 def replace_rotary(module: Any, longest: int) -> LongSequences | None:

@@ -18,6 +18,7 @@ from torch import nn
 from baton.errors import ConfigError
 from baton.model_formats.encoder_decoders import has_encoder_and_decoder
 from baton.model_formats.images import IMAGE_FAMILIES
+from baton.model_formats.model_types import what_instead
 from baton.runner.model.attention import ATTENTION_NAME, ENCODER_DECODER_ATTENTION
 from baton.runner.model.checkpoint import Checkpoint, check_file_numbers
 from baton.runner.model.pooling_files import classifier_labels, is_classifier, is_decoder_of_both_ways, is_encoder
@@ -306,7 +307,7 @@ def read_config(checkpoint: Checkpoint) -> Any:
             ) from error
         raise ConfigError(
             f"{checkpoint.directory} is of type {name!r}, which this version of transformers can't load "
-            f"({first_line(error)}); choose another model or upgrade transformers"
+            f"({first_line(error)}); {what_instead(str(name))}, or upgrade transformers"
         ) from error
     # transformers would otherwise look for the library that made the weights, and run its code.
     for name in ("quantization_config", "compression_config"):
@@ -339,6 +340,7 @@ def model_class_of(checkpoint: Checkpoint, config: Any) -> Any:
     )
 
     refusal = f"{checkpoint.directory} is of type {config.model_type!r}, which is not supported: "
+    instead = f"; {what_instead(config.model_type)}"
     if has_encoder_and_decoder(checkpoint.config):
         mappings = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING)
         return next(mapping[type(config)] for mapping in mappings if type(config) in mapping)
@@ -346,14 +348,14 @@ def model_class_of(checkpoint: Checkpoint, config: Any) -> Any:
         return encoder_class(checkpoint.directory, config, checkpoint.config)
     if is_decoder_of_both_ways(checkpoint.config):
         raise ConfigError(
-            refusal + "its tokens attend to those behind, too (use_bidirectional_attention, or is_causal: false, in "
-            "config.json), and decoders are computed causally"
+            f"{refusal}its tokens attend to those behind, too (use_bidirectional_attention, or is_causal: false, in "
+            f"config.json), and decoders are computed causally{instead}"
         )
     is_part = has_other_parts(config)
     known = MODEL_FOR_MULTIMODAL_LM_MAPPING if is_part or takes_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING
     if config.is_encoder_decoder or type(config) not in known:
         raise ConfigError(
-            refusal + "only decoder-only text models are, some that take images, and some with an encoder"
+            f"{refusal}only decoder-only text models are, some that take images, and some with an encoder{instead}"
         )
     model_class = known[type(config)]
     text_config = config.get_text_config()
@@ -361,13 +363,13 @@ def model_class_of(checkpoint: Checkpoint, config: Any) -> Any:
         refusal += f"of its parts only that for text could be served, of type {text_config.model_type!r}, and "
     kinds = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
-        raise ConfigError(refusal + f"it has layers of type {', '.join(sorted(kinds))}")
+        raise ConfigError(f"{refusal}it has layers of type {', '.join(sorted(kinds))}{instead}")
     if not getattr(model_class, "_supports_attention_backend", False):
-        raise ConfigError(refusal + "its attention can't be exchanged for the paged one")
+        raise ConfigError(f"{refusal}its attention can't be exchanged for the paged one{instead}")
     if is_part and is_classifier(checkpoint.config):
-        raise ConfigError(refusal + "it has a head for labels")
+        raise ConfigError(f"{refusal}it has a head for labels{instead}")
     if is_part and getattr(model_class, "generate", None) is not GenerationMixin.generate:
-        raise ConfigError(refusal + "the model generates in a way of its own")
+        raise ConfigError(f"{refusal}the model generates in a way of its own{instead}")
     if is_classifier(checkpoint.config) and not takes_images(config):
         return classifier_class(model_class, config, checkpoint.config, checkpoint.directory)
     return with_text_alone(model_class) if is_part else model_class

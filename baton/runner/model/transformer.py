@@ -36,8 +36,8 @@ from baton.runner.model.cached_model import (
 )
 from baton.runner.model.checkpoint import configs_of_layers
 from baton.runner.model.decode_graphs import DecodeGraphs
-from baton.runner.model.decoder import Decoder, GivenRows, ModelOutput, NotAPlainDecoder, given_to
-from baton.runner.model.layers import ProductWatch, head_of, replace_products
+from baton.runner.model.decoder import Decoder, GivenRows, ModelOutput, NotAPlainDecoder, given_to, same_bits
+from baton.runner.model.layers import ProductWatch, RowMatrices, head_of, replace_products
 from baton.runner.model.long_angles import LongAngles, replace_rotary
 from baton.runner.model.recognition import fuse
 from baton.runner.model.stage import ONE_STAGE, LayerReport, StageModule, StageReport, Stages, first_reason
@@ -118,7 +118,11 @@ class Transformer(CachedModel):
         head = head_of(model.module)
         if head is not None:
             head.register_forward_pre_hook(self._keep_hidden)
+        self._row_matrices: RowMatrices | None = RowMatrices()
+        """None if rows have no matrices of their own."""
         own_layers, missed_products = self._probe_layers(model.architecture)
+        if not self._row_matrices.has_any:
+            self._row_matrices = None
         self.why_no_own_loop = ""
         """Why transformers' loop over the layers runs; empty when Baton's loop replaces it."""
         self._decoder = self._own_loop(self.dtype)
@@ -394,8 +398,8 @@ class Transformer(CachedModel):
             with torch.inference_mode():
                 expected = self._forward(token_ids, positions, rows, received)
                 output = decoder.compute(token_ids, positions, rows, False, received)
-            if not _same_bits(expected.logits, output.logits) or not (
-                self.stage.is_last or _same_bits(expected.hidden, output.hidden)
+            if not same_bits(expected.logits, output.logits) or not (
+                self.stage.is_last or same_bits(expected.hidden, output.hidden)
             ):
                 self.why_no_own_loop = "its logits are not those of transformers' loop, bit for bit"
                 return None
@@ -412,7 +416,7 @@ class Transformer(CachedModel):
             others = torch.ones_like(self._module.get_input_embeddings()(self._tensor(token_ids)))
             expected = self._forward(token_ids, places, rows, received)
             out = self._forward(np.zeros_like(token_ids), places, rows, received, GivenRows(rows, others))
-        if not (_same_bits(expected.logits, out.logits) and _same_bits(expected.hidden, out.hidden)):
+        if not (same_bits(expected.logits, out.logits) and same_bits(expected.hidden, out.hidden)):
             raise self._needs_more_than_rows(architecture)
 
     def _needs_more_than_rows(self, architecture: str) -> UnsupportedAttention:
@@ -438,7 +442,7 @@ class Transformer(CachedModel):
                 return own.shape[1], ""
             expected = self._forward(token_ids, places, rows)
             out = self._forward(np.zeros_like(token_ids), places, rows, given=GivenRows(rows, own))
-        if _same_bits(expected.logits, out.logits) and _same_bits(expected.hidden, out.hidden):
+        if same_bits(expected.logits, out.logits) and same_bits(expected.hidden, out.hidden):
             return own.shape[1], ""
         return 0, "its layers look at token ids beside their embedding"
 
@@ -458,7 +462,10 @@ class Transformer(CachedModel):
     ) -> ModelOutput:
         if received is not None:
             self._part.receive(received)
-        with nullcontext() if given is None else given_to(self._module.get_input_embeddings(), given):
+        with (
+            nullcontext() if given is None else given_to(self._module.get_input_embeddings(), given),
+            self._row_matrices or nullcontext(),
+        ):
             return self._call_module(token_ids, positions, logits_rows)
 
     def _call_module(
@@ -481,11 +488,6 @@ class Transformer(CachedModel):
         self._last_hidden = given[0]
         if self._logits_rows is not None:
             self.adapters.rows.keep(self._logits_rows)
-
-
-def _same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    # They are compared as bytes, since NaN must equal NaN here.
-    return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
 
 
 def _has_grids(config: Any) -> bool:

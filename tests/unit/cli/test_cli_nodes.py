@@ -155,7 +155,14 @@ def test_what_the_checks_at_start_found_is_shown_with_its_reason(bit_exact: str,
     fields = [line.split(maxsplit=1) for line in node_lines(status_of(report), report) if ":" in line]
     shown = {field[0]: field[1] for field in fields if len(field) == 2}
     assert shown["Bit-exact:"] == (f"no: {bit_exact}" if bit_exact else "yes")
-    assert shown["Verified:"] == (f"no: {verified}" if verified else "yes")
+    assert shown["Verified:"] == (f"no: {verified}" if verified else "at start")
+
+
+def test_a_type_that_tests_have_verified_is_shown_as_such() -> None:
+    report = replace(SENDER, node=replace(SENDER.node, is_verified=True, model_type="llama"))
+    lines = [line.split(maxsplit=1) for line in node_lines(status_of(report), report)]
+    assert ["Type:", "llama"] in lines
+    assert ["Verified:", "at start, and its type by tests"] in lines
 
 
 def test_compute_paths_are_shown_with_the_reason_why_they_are_not_faster() -> None:

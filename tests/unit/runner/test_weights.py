@@ -151,10 +151,14 @@ def test_weights_that_give_no_finite_logits_are_refused(directory: Path, number:
         (lambda d: edit_config(d, hidden_size=32), "config.json asks for"),
         (
             lambda d: edit_config(d, model_type="no_such_model"),
-            "'no_such_model', which this .* can't load .*choose another model or upgrade",
+            "'no_such_model', which this .* can't load .*choose another model, or upgrade",
         ),
         (lambda d: edit_config(d, model_type="pegasus"), "'pegasus', which is not supported.*decoder-only"),
-        (lambda d: edit_config(d, model_type="bloom"), "'bloom', which is not supported.*attention"),
+        (lambda d: edit_config(d, model_type="bloom"), "'bloom', which is not supported.*attention.*another model$"),
+        (
+            lambda d: edit_config(d, model_type="granitemoehybrid", layer_types=["mamba"] * 3),
+            "of type linear_attention; choose another model, for example one of type granitemoe$",
+        ),
         (lambda d: edit_config(d, is_causal=False), "'qwen2', which is not supported: its tokens attend to those"),
         (lambda d: edit_config(d, use_bidirectional_attention=True), "decoders are computed causally"),
         (
@@ -289,7 +293,7 @@ def test_a_head_width_that_the_kernels_lack_is_refused(tmp_path: Path) -> None:
 
 def test_a_loaded_model_has_its_info_layout_and_memory(pristine: Path) -> None:
     runner = load(TorchSpec(pristine, dtype="bfloat16", num_blocks=9, name="served"))
-    assert (runner.model.name, runner.model.architecture) == ("served", "Qwen2ForCausalLM")
+    assert (runner.model.name, runner.model.model_type) == ("served", "qwen2")
     assert (runner.model.vocab_size, runner.model.max_model_len) == (256, 512)
     assert runner.model.eos_token_ids == {3, 7}
     layout = runner.layout

@@ -1,0 +1,184 @@
+"""Configurations of tiny models of all listed types.
+
+Each has at least one layer of every kind that its type has, windows and lengths of rotary embeddings that prompts of 70
+tokens exceed, numbers other than 1 to multiply with, and more experts than are chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tests.support.tiny_models import TINY_MODELS
+
+_Fields = Mapping[str, Any]
+
+_PLAIN: _Fields = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+}
+_HEADS: _Fields = {**_PLAIN, "head_dim": 16}
+_WINDOWS: _Fields = {**_HEADS, "sliding_window": 16}
+_LOCAL_EXPERTS: _Fields = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_EXPERTS: _Fields = {"num_experts": 4, "num_experts_per_tok": 2}
+_MIXTURE: _Fields = {**_LOCAL_EXPERTS, **_EXPERTS, "moe_intermediate_size": 64}
+_GROUPED: _Fields = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+}
+_LATENT: _Fields = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
+_LATENT_MIXTURE: _Fields = {**_PLAIN, **_LATENT, **_GROUPED, "num_experts_per_tok": 3}
+
+_ALTERNATING = ["sliding_attention", "full_attention"] * 2
+_GRANITE: _Fields = {
+    **_PLAIN,
+    "embedding_multiplier": 2.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.8,
+    "attention_multiplier": 0.3,
+}
+_ROTATED_TO_64: _Fields = {"rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+_LLAMA3: _Fields = {**_ROTATED_TO_64, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_YARN: _Fields = {**_ROTATED_TO_64, "rope_type": "yarn"}
+
+_OTHERS: Mapping[str, _Fields] = {
+    "afmoe": {
+        **_WINDOWS,
+        **_EXPERTS,
+        "moe_intermediate_size": 64,
+        "num_dense_layers": 1,
+        "num_shared_experts": 1,
+        "route_scale": 1.5,
+        "mup_enabled": True,
+    },
+    "apertus": {**_PLAIN, "rope_parameters": {**_LLAMA3, "rope_theta": 12e6}},
+    "arcee": _PLAIN,
+    "axk1": _LATENT_MIXTURE,
+    "bitnet": _PLAIN,
+    "cohere": {**_PLAIN, "use_qk_norm": True},
+    "cohere2": _WINDOWS,
+    "cohere2_moe": {**_WINDOWS, **_MIXTURE, "num_shared_experts": 1},
+    "deepseek_v2": {**_LATENT_MIXTURE, "topk_method": "greedy"},
+    "dots1": {**_WINDOWS, **_GROUPED, "layer_types": _ALTERNATING},
+    "ernie4_5": _HEADS,
+    "ernie4_5_moe": {
+        **_PLAIN,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 64,
+        "moe_num_shared_experts": 1,
+    },
+    "exaone4": _WINDOWS,
+    "exaone_moe": {**_WINDOWS, **_MIXTURE, "n_group": 2, "topk_group": 1},
+    "flex_olmo": {**_PLAIN, **_EXPERTS},
+    "gemma": {**_HEADS, "tie_word_embeddings": False},
+    "gemma3n_text": {
+        **_WINDOWS,
+        "vocab_size_per_layer_input": 256,
+        "hidden_size_per_layer_input": 16,
+        "laurel_rank": 8,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "layer_types": _ALTERNATING,
+    },
+    "glm": {**_HEADS, "pad_token_id": 0},
+    "glm4": {**_HEADS, "pad_token_id": 0},
+    "glm4_moe": {**_HEADS, **_GROUPED, "use_qk_norm": True},
+    "glm4_moe_lite": _LATENT_MIXTURE,
+    "gpt_bigcode": {name: value for name, value in TINY_MODELS["gpt2"].items() if name != "model_type"},
+    "gpt_neox": {name: value for name, value in _PLAIN.items() if name != "num_key_value_heads"},
+    "granite": _GRANITE,
+    "granite_swa": {**_GRANITE, "sliding_window": 16},
+    "granitemoe": {**_GRANITE, **_LOCAL_EXPERTS},
+    "granitemoe_swa": {**_GRANITE, **_LOCAL_EXPERTS, "sliding_window": 16},
+    "granitemoeshared": {**_GRANITE, **_LOCAL_EXPERTS, "shared_intermediate_size": 64},
+    "helium": _HEADS,
+    "hunyuan_v1_dense": _HEADS,
+    "hy_v3": {**_HEADS, **_MIXTURE},
+    "jais2": _PLAIN,
+    "jetmoe": {**_PLAIN, **_LOCAL_EXPERTS, "kv_channels": 16},
+    "laguna": {
+        **_WINDOWS,
+        **_EXPERTS,
+        "layer_types": _ALTERNATING,
+        "num_attention_heads_per_layer": [4, 8, 4, 8],
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "moe_routed_scaling_factor": 1.5,
+    },
+    "mimo_v2_flash": {
+        **_WINDOWS,
+        "v_head_dim": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_group": 2,
+        "topk_group": 1,
+    },
+    "minicpm3": {**_PLAIN, **_LATENT, "tie_word_embeddings": False},
+    "minimax_m2": {**_HEADS, **_LOCAL_EXPERTS},
+    "ministral": _WINDOWS,
+    "ministral3": {
+        **_HEADS,
+        "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "nanochat": _PLAIN,
+    "nemotron": _PLAIN,
+    "olmo": {**_PLAIN, "clip_qkv": 2.0},
+    "olmo2": _PLAIN,
+    "olmo3": {**_PLAIN, "sliding_window": 16},
+    "olmoe": {**_PLAIN, **_EXPERTS},
+    "persimmon": _PLAIN,
+    "phi": {**_PLAIN, "qk_layernorm": True},
+    "qwen2_moe": {
+        **_PLAIN,
+        **_EXPERTS,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
+    "seed_oss": _HEADS,
+    "smollm3": _PLAIN,
+    "solar_open": {**_HEADS, **_GROUPED},
+    "starcoder2": _PLAIN,
+    "vaultgemma": _WINDOWS,
+    "youtu": _LATENT_MIXTURE,
+}
+
+LISTED_TYPES: Mapping[str, _Fields] = {
+    **TINY_MODELS,
+    **{name: {**fields, "model_type": name} for name, fields in sorted(_OTHERS.items())},
+}
+"""Each type's configuration, as a config.json has it."""
+
+_WINDOWS_ON_DEMAND: Mapping[str, _Fields] = {
+    "mixtral": {"sliding_window": 16},
+    "ministral3": {"sliding_window": 16},
+    "phi3": {"sliding_window": 16},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    "qwen3_moe": {"use_sliding_window": True, "sliding_window": 16},
+    "smollm3": {"use_sliding_window": True, "sliding_window": 16},
+    "starcoder2": {"sliding_window": 16},
+}
+WITH_WINDOWS: Mapping[str, _Fields] = {
+    name: {**LISTED_TYPES[name], **fields} for name, fields in _WINDOWS_ON_DEMAND.items()
+}
+"""The types of which only some checkpoints have windows, with one."""

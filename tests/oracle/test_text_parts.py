@@ -86,6 +86,7 @@ def test_greedy_tokens_and_logits_are_those_of_the_whole_model(models: Path, nam
         ("gemma3", {"dtype": "bfloat16", "tensor_parallel": 2, "pipeline_parallel": 2}),
         ("gemma4", {"tensor_parallel": 2}),
         ("qwen3_vl", {"dtype": "bfloat16", "tensor_parallel": 2, "pipeline_parallel": 2}),
+        ("ernie4_5_vl_moe", {"dtype": "bfloat16", "tensor_parallel": 2, "pipeline_parallel": 2}),
         ("kimi_k25", {"quantization": "int4", "tensor_parallel": 2}),
         ("glm4v_moe", {"quantization": "int8", "pipeline_parallel": 2}),
     ],
@@ -173,6 +174,16 @@ def test_a_text_part_that_is_not_served_is_named(tmp_path: Path, name: str) -> N
     write_random_model(tmp_path, config, seed=5)
     with pytest.raises(ConfigError, match=f"is of type '{name}'.*{words}"):
         load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=16))
+
+
+def test_each_size_of_a_list_of_experts_is_checked(models: Path, tmp_path: Path) -> None:
+    directory = written(models, "ernie4_5_vl_moe")
+    config = json.loads((directory / "config.json").read_text())
+    config["text_config"]["moe_intermediate_size"] = [64, 0]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
+    with pytest.raises(ConfigError, match="has moe_intermediate_size 0"):
+        load_model(tmp_path, WeightSpec("float32"))
 
 
 def test_a_head_for_labels_is_refused(models: Path, tmp_path: Path) -> None:

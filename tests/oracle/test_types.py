@@ -60,7 +60,7 @@ LENGTHS = (1, 14, 48, 130, 150)
 (112 rows)."""
 LONG = 60
 """Tokens of an answer in whose middle its node ends."""
-KEPT = ("rope_theta", "partial_rotary_factor", "llama_4_scaling_beta")
+KEPT = ("rope_theta", "partial_rotary_factor", "llama_4_scaling_beta", "short_mscale", "long_mscale")
 """What a configuration says of its rotary embedding besides the type."""
 Answers = dict[str, tuple[list[int], list[TokenLogprobs]]]
 Prompts = Mapping[str, list[int]]
@@ -254,7 +254,7 @@ def test_scaled_rotary_embeddings(tmp_path: Path, row: str, rope_type: str) -> N
         write_varied_model(tmp_path, config, seed=5)
         expected = generate_with_transformers(tmp_path, prompts())
     except (StrictDataclassClassValidationError, KeyError, TypeError, RuntimeError) as error:
-        pytest.skip(f"transformers can't compute it: {error}")
+        pytest.skip(f"transformers can't compute it: {error!r}")
     runner = load(tmp_path, "float32")
     assert (runner.model.why_unverified, runner.model.bit_exact_reason) == ("", "")
     for name, way in FEW.items():

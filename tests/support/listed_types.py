@@ -112,6 +112,7 @@ _OTHERS: Mapping[str, _Fields] = {
     "granitemoeshared": {**_GRANITE, **_LOCAL_EXPERTS, "shared_intermediate_size": 64},
     "helium": _HEADS,
     "hunyuan_v1_dense": _HEADS,
+    "hunyuan_v1_moe": {**_HEADS, "num_experts": 4, "moe_topk": 2},
     "hy_v3": {**_HEADS, **_MIXTURE},
     "jais2": _PLAIN,
     "jetmoe": {**_PLAIN, **_LOCAL_EXPERTS, "kv_channels": 16},
@@ -123,6 +124,18 @@ _OTHERS: Mapping[str, _Fields] = {
         "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 64,
         "moe_routed_scaling_factor": 1.5,
+    },
+    "longcat_flash": {
+        **_LATENT,
+        **{name: value for name, value in _PLAIN.items() if name not in ("num_hidden_layers", "intermediate_size")},
+        "num_key_value_heads": 4,
+        "num_layers": 2,
+        "head_dim": 8,
+        "n_routed_experts": 4,
+        "zero_expert_num": 2,
+        "moe_topk": 3,
+        "expert_ffn_hidden_size": 32,
+        "ffn_hidden_size": 128,
     },
     "mimo_v2_flash": {
         **_WINDOWS,
@@ -148,6 +161,11 @@ _OTHERS: Mapping[str, _Fields] = {
     "olmoe": {**_PLAIN, **_EXPERTS},
     "persimmon": _PLAIN,
     "phi": {**_PLAIN, "qk_layernorm": True},
+    "phimoe": {
+        **_PLAIN,
+        **_LOCAL_EXPERTS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "short_mscale": 1.1, "long_mscale": 1.3},
+    },
     "qwen2_moe": {
         **_PLAIN,
         **_EXPERTS,

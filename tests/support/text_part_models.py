@@ -89,6 +89,19 @@ TEXT_PART_MODELS: Mapping[str, Mapping[str, Any]] = {
         "text_config": {**_TEXT, **_ROUTED, "rope_parameters": _HALF_GRIDS},
         "vision_config": {**_PATCHES, "image_size": 32},
     },
+    "ernie4_5_vl_moe": {
+        "model_type": "ernie4_5_vl_moe",
+        "text_config": {
+            **{name: value for name, value in _TEXT.items() if name != "head_dim"},
+            # Experts of texts, and of images.
+            "moe_intermediate_size": [64, 32],
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "rope_parameters": {**_GRIDS, "mrope_section": [3, 3, 2]},
+        },
+        "vision_config": {**_PATCHES, "temporal_merge_size": 2},
+    },
     "kimi_k25": {
         "model_type": "kimi_k25",
         "text_config": {**TINY_MODELS["deepseek_v3"], "pad_token_id": 0},

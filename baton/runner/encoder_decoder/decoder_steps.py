@@ -89,10 +89,6 @@ class DecoderSteps(Transformer):
         release = MappedFiles(model.checkpoint.weight_files).release
         fuse(module, operations, release)
         replace_products(module, operations, self.row_quantum, release)
-        for part in module.modules():
-            if isinstance(product := getattr(part, "wo", None), PackedLinear):
-                # T5 converts its rows to the dtype of this weight.
-                object.__setattr__(product, "weight", torch.empty(0, dtype=product.weight_dtype))
         self._head: PackedLinear = module.get_output_embeddings()
         self.adapters = ModelAdapters(module, operations, self.dtype, self.row_quantum, self.device, CheckpointNames)
         self._logits_bias: torch.Tensor | None = getattr(module, "final_logits_bias", None)

@@ -340,12 +340,12 @@ def _check_experts(checkpoint: Checkpoint, config: Any) -> None:
     num_groups = getattr(config, "n_group", None) or 1
     if num_experts % num_groups:
         raise _wrong_number(checkpoint, "n_group", num_groups)
-    for name, most in (
-        ("num_experts_per_tok", num_experts),
-        ("topk_group", num_groups),
-        ("moe_intermediate_size", _LARGEST_SIZE),
-    ):
+    for name, most in (("num_experts_per_tok", num_experts), ("topk_group", num_groups)):
         _check_count(checkpoint, name, getattr(config, name, None), most)
+    sizes = getattr(config, "moe_intermediate_size", None)
+    # Some models have a list: experts of texts, and of images.
+    for size in sizes if isinstance(sizes, list) else (sizes,):
+        _check_count(checkpoint, "moe_intermediate_size", size)
     for name in ("n_shared_experts", "shared_expert_intermediate_size"):
         _check_count(checkpoint, name, getattr(config, name, None), least=0)
 

@@ -9,6 +9,7 @@ each row (`RowMatrices`). `ProductWatch` finds products that were missed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from baton.runner.adapters.adaptable import AdaptableExperts, AdaptableProduct, HasProducts, hold_parameters, routed
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.program import Program
+from baton.runner.backends.device import CPU
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import Weight
 from baton.runner.model.recognition import children_of, gated_activation
@@ -30,7 +32,7 @@ from baton.runner.model.stored.layers import (
     read_packed,
     take_experts,
 )
-from baton.runner.model.stored.plan import is_experts
+from baton.runner.model.stored.plan import is_experts, is_linear
 
 EXPERTS_NAME = "baton_experts"
 
@@ -38,6 +40,36 @@ _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "l
 
 
 _CASTS = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.float)
+
+
+class AbsentWeight(torch.Tensor):
+    """Stands for a weight that is held otherwise: it has a shape, a dtype and a device, but no numbers."""
+
+    answers: Mapping[Callable[..., Any], Callable[..., Any]]
+    """What computes the calls that need numbers, by torch's function. Any other raises TypeError."""
+
+    @staticmethod
+    def of(like: torch.Tensor, answers: Mapping[Callable[..., Any], Callable[..., Any]]) -> AbsentWeight:
+        """`like`: one number, expanded to the shape of the weight."""
+        absent = like.as_subclass(AbsentWeight)
+        absent.answers = answers
+        return absent
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            absent = next((arg for arg in args if isinstance(arg, AbsentWeight)), None)
+            if absent is not None and func in absent.answers:
+                return absent.answers[func](*args, **(kwargs or {}))
+            if func.__name__ != "__get__":
+                raise TypeError(f"{func.__name__} needs the numbers of a weight that Baton holds in its own form")
+            return func(*args, **(kwargs or {}))
 
 
 class PackedLinear(nn.Module, HasProducts):
@@ -53,12 +85,40 @@ class PackedLinear(nn.Module, HasProducts):
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.weight_dtype = dtype
+        self._weight_dtype = dtype
+        self._device = weight.device if isinstance(weight, torch.Tensor) else CPU
         self._out_dtype = out_dtype
         self._operations = operations
         self._packed = operations.pack(weight)
+        self._packed_casts: dict[torch.dtype, Any] = {dtype: self._packed}
+        """The packed weight in every dtype that the model's modules have multiplied it in."""
         self._product = AdaptableProduct(operations, self._packed, self.in_features, [("", self.out_features)])
         self._bias = None if bias is None else bias.detach().clone()
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """What modules may ask of the weight [N, K], and multiply with `F.linear` themselves; it has no numbers."""
+        return self._weight_in(self._weight_dtype)
+
+    def _weight_in(self, dtype: torch.dtype) -> torch.Tensor:
+        def product(x: torch.Tensor, _weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            rows = x.reshape(-1, self.in_features).contiguous()
+            out = self._product.linear(rows, bias, packed=self._packed_in(dtype))
+            return out.view(*x.shape[:-1], self.out_features)
+
+        def cast(func: Callable[..., Any], _weight: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+            return self._weight_in(func(torch.empty((), dtype=dtype), *arguments, **named).dtype)
+
+        answers: dict[Any, Callable[..., Any]] = {func: partial(cast, func) for func in _CASTS}
+        answers[functional.linear] = product
+        like = torch.empty((), dtype=dtype, device=self._device)
+        return AbsentWeight.of(like.expand(self.out_features, self.in_features), answers)
+
+    def _packed_in(self, dtype: torch.dtype) -> Any:
+        if dtype not in self._packed_casts:
+            weight = self.take_rows(torch.arange(self.out_features, device=self._device))
+            self._packed_casts[dtype] = self._operations.pack(weight.to(dtype))
+        return self._packed_casts[dtype]
 
     @property
     def products(self) -> Sequence[AdaptableProduct]:
@@ -83,7 +143,7 @@ class PackedLinear(nn.Module, HasProducts):
 
     def take_rows(self, index: torch.Tensor) -> torch.Tensor:
         """Rows index [T] of the weight: [T, K]."""
-        return self._operations.take_rows(self._packed, index, self.weight_dtype)
+        return self._operations.take_rows(self._packed, index, self._weight_dtype)
 
 
 class PackedEmbedding(nn.Module):
@@ -160,39 +220,6 @@ class InterceptedWeight(torch.Tensor):
             if func in _CASTS and isinstance(args[0], InterceptedWeight) and isinstance(out, torch.Tensor):
                 return args[0].cast(out.dtype)
             return out
-
-
-class DividedTable(torch.Tensor):
-    """Stands for the weight of an embedding whose rows are divided among ranks: it has a shape, but no numbers."""
-
-    gathered_rows: Callable[[torch.Tensor], torch.Tensor]
-
-    @staticmethod
-    def of(weight: torch.Tensor, operations: Operations) -> DividedTable:
-        divided = torch.empty((), dtype=weight.dtype).expand(weight.shape).as_subclass(DividedTable)
-        packed = operations.pack(weight)
-
-        def gathered_rows(token_ids: torch.Tensor) -> torch.Tensor:
-            rows = operations.take_rows(packed, token_ids.reshape(-1), weight.dtype)
-            return rows.view(*token_ids.shape, -1)
-
-        divided.gathered_rows = gathered_rows
-        return divided
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if func is functional.embedding:
-                return args[1].gathered_rows(args[0])
-            if func.__name__ != "__get__":
-                raise TypeError(f"{func.__name__} needs a whole embedding, of which every rank has a part")
-            return func(*args, **(kwargs or {}))
 
 
 class PackedExperts:
@@ -331,7 +358,7 @@ def replace_products(
         if isinstance(child, StoredLinear):
             shared = id(child.stored)
             packed = PackedLinear(operations, child.held(), child.bias, child.dtype, out_dtype)
-        elif isinstance(child, nn.Linear | Conv1D):
+        elif is_linear(child):
             shared = child.weight.data_ptr()
             weight = child.weight.detach().T.contiguous() if isinstance(child, Conv1D) else child.weight.detach()
             packed = PackedLinear(operations, weight, child.bias, weight.dtype, out_dtype)
@@ -375,7 +402,13 @@ def replace_products(
 def _divide_embedding(embedding: nn.Embedding, operations: Operations, release: Callable[[nn.Module], None]) -> None:
     """Leave this rank its part of an embedding's rows; each row comes from the rank that has it."""
     weight = embedding.weight.detach()
-    divided = DividedTable.of(weight, operations)
+    packed, dtype = operations.pack(weight), weight.dtype
+
+    def gathered_rows(token_ids: torch.Tensor, _weight: torch.Tensor, *_arguments: Any, **_named: Any) -> torch.Tensor:
+        rows = operations.take_rows(packed, token_ids.reshape(-1), dtype)
+        return rows.view(*token_ids.shape, -1)
+
+    divided = AbsentWeight.of(torch.empty((), dtype=dtype).expand(weight.shape), {functional.embedding: gathered_rows})
     release(embedding)
     delattr(embedding, "weight")
     object.__setattr__(embedding, "weight", divided)

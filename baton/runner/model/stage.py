@@ -215,7 +215,10 @@ def _layers_of(module: nn.Module, num_layers: int) -> nn.ModuleList:
             indices = [_layer_indices(layer) for layer in part]
             if indices == [{index} for index in range(num_layers)]:
                 return part
-    raise UnsupportedAttention(f"{type(module).__name__} has no list of its layers, so they can't be divided in stages")
+    raise UnsupportedAttention(
+        f"{type(module).__name__} has no list of its layers with one attention each, so they can't be divided in "
+        "stages: leave out --pp"
+    )
 
 
 def _layer_indices(layer: nn.Module) -> set[int]:

@@ -177,7 +177,7 @@ def load_model(directory: Path, how: WeightSpec, device: torch.device = CPU) -> 
     check_numbers(checkpoint, config.get_text_config())
     try:
         with _ONE_AT_A_TIME, tensors_on_file(checkpoint.weight_files) as on_file:
-            skeleton = _skeleton(model_class, config)
+            skeleton = _skeleton(model_class, config, DTYPES[dtype])
             tensors = without_left_out(skeleton, with_head_renamed(skeleton, on_file))
             num_layers = config.get_text_config().num_hidden_layers
             if not 0 < num_layers <= len(tensors):
@@ -231,13 +231,15 @@ def parameter_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     model_class = model_class_of(checkpoint, config)
     check_numbers(checkpoint, config.get_text_config())
     with _ONE_AT_A_TIME:
-        skeleton = _skeleton(model_class, config)
+        skeleton = _skeleton(model_class, config, torch.float32)
     return {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
 
 
-def _skeleton(model_class: Any, config: Any) -> nn.Module:
-    """The model without memory for its weights."""
-    with torch.device("meta"):
+def _skeleton(model_class: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    """The model without memory for its weights, which have this dtype where its class names no other."""
+    from transformers.modeling_utils import local_torch_dtype
+
+    with torch.device("meta"), local_torch_dtype(dtype):
         skeleton: nn.Module = model_class(copy.deepcopy(config))
     return skeleton
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from baton.runner.backends.quantized_weight import QuantizedWeight
 from baton.runner.backends.weight_rows import WeightOnFile
-from baton.runner.model.stored.plan import CheckpointNames, is_experts
+from baton.runner.model.stored.plan import CheckpointNames, is_experts, is_linear
 from baton.runner.model.stored.quantize import GROUP, Quantization, bits_of, quantized
 from baton.runner.model.stored.weight import (
     FLOATS,
@@ -69,7 +69,8 @@ def hold_weights(
 ) -> HeldWeights:
     """Store the weights among the `plain` tensors of a checkpoint; those for which `store` returns None are left.
 
-    `skeleton` is the model on the meta device. `embeddings`: also those that share nothing with the head.
+    `skeleton` is the model on the meta device, in the dtype of its rows. `embeddings`: also those that share nothing
+    with the head.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -89,10 +90,12 @@ def hold_weights(
                 held.experts[key] = experts
                 held.tensors.add(name)
             continue
-        is_linear = isinstance(part, nn.Linear | Conv1D) and leaf == "weight" and pattern is None
+        # A router that transformers keeps in float32 is loaded by it.
+        is_usual = names.parameters[key].dtype == skeleton.dtype
+        is_layer = is_linear(part) and leaf == "weight" and pattern is None and is_usual
         is_expert = is_experts(part) and pattern is not None and names.stacked_patterns(pattern)
         is_embedding = key in shared or (embeddings and type(part) is nn.Embedding)
-        if len(tensor.shape) == 2 and (is_linear or is_expert or is_embedding):
+        if len(tensor.shape) == 2 and (is_layer or is_expert or is_embedding):
             one = store(_matrix(name, key, tensor, transposed=isinstance(part, Conv1D)))
             if one is not None:
                 held.weights[name] = one

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -202,7 +202,7 @@ class _Planner:
                 raise UnusableWeight(
                     f"{key} is {' x '.join(map(str, stored.shape))}, not {' x '.join(map(str, shape))}"
                 )
-        if stored.packed_bytes is not None and isinstance(part, nn.Linear | Conv1D):
+        if stored.packed_bytes is not None and is_linear(part):
             self._plan.linears[path] = stored
             source = self._ties.get(key)
             if source is not None and source not in self._stored_keys:
@@ -249,6 +249,14 @@ class _Planner:
                 )
         self._plan.experts.setdefault(path, {})[leaf] = experts
         return True
+
+
+def is_linear(part: object) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear layer, and computes nothing else: a router may be one that also chooses experts."""
+    from transformers.pytorch_utils import Conv1D
+
+    forwards = (nn.Linear.forward, Conv1D.forward, StoredLinear.forward)
+    return isinstance(part, nn.Linear | Conv1D) and type(part).forward in forwards
 
 
 def is_experts(part: nn.Module) -> bool:

@@ -1,0 +1,56 @@
+"""What a model's own code finds where a linear layer was replaced: it asks for the weight, casts and multiplies it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from baton.runner.backends.kernel_choice import choose_operations
+from baton.runner.model.layers import PackedLinear
+from baton.runner.model.stored.layers import StoredLinear
+from baton.runner.model.weights import load_model
+from baton.runner.shared_by_loaders import prepare
+from baton.runner.spec import WeightSpec
+from tests.support.kernel_inputs import randn
+from tests.support.listed_types import LISTED_TYPES
+from tests.support.varied_models import write_varied_model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_replaced_layer_answers_for_its_weight_without_holding_it(dtype: torch.dtype) -> None:
+    weight = randn(24, 48, dtype=dtype)
+    layer = PackedLinear(choose_operations(1), weight, None, dtype)
+    found = layer.weight
+    assert (found.dtype, found.shape, found.device) == (dtype, weight.shape, weight.device)
+    x = randn(5, 48, seed=3, dtype=dtype)
+    assert torch.equal(functional.linear(x, found), layer(x))
+
+
+@pytest.mark.parametrize("cast", [torch.Tensor.float, lambda w: w.to(torch.float32), lambda w: w.type(torch.float32)])
+def test_a_cast_weight_is_multiplied_in_the_dtype_it_is_cast_to(cast: object) -> None:
+    weight, x, operations = randn(24, 48, dtype=torch.bfloat16), randn(5, 48, seed=3), choose_operations(1)
+    assert callable(cast)
+    found = cast(PackedLinear(operations, weight, None, torch.bfloat16).weight)
+    assert found.dtype == torch.float32
+    expected = operations.linear(x, operations.pack(weight.float()))
+    assert torch.equal(functional.linear(x, found), expected)
+
+
+def test_whatever_else_needs_the_numbers_of_a_weight_is_refused() -> None:
+    layer = PackedLinear(choose_operations(1), randn(24, 48), None, torch.float32)
+    for ask in (torch.Tensor.mean, torch.Tensor.clone, lambda w: w @ randn(48, 2), lambda w: w[0]):
+        with pytest.raises(TypeError, match=r"needs the numbers of a weight|unsupported operand"):
+            ask(layer.weight)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_layer_that_its_class_makes_in_float32_stays_so(tmp_path: Path, in_parts: bool) -> None:
+    prepare(num_threads=1)
+    write_varied_model(tmp_path, LISTED_TYPES["hunyuan_v1_moe"], seed=1)
+    module = load_model(tmp_path, WeightSpec(dtype="bfloat16", in_parts=in_parts)).module
+    gate, query = (module.get_submodule(f"model.layers.0.{name}") for name in ("mlp.gate.wg", "self_attn.q_proj"))
+    assert gate.weight.dtype == torch.float32
+    assert isinstance(query, StoredLinear) == in_parts

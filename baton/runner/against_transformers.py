@@ -199,7 +199,7 @@ def eager_logits(loaded: LoadedModel, token_ids: Sequence[int], noise: float, nu
 
     def add_noise(_embedding: Any, _given: Any, rows: torch.Tensor) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
-        factors = 1 + noise * torch.randn((num_noisy, *rows.shape[1:]), generator=generator)
+        factors = 1 + noise * torch.randn((num_noisy, *rows.shape[1:]), dtype=torch.float32, generator=generator)
         return torch.cat([rows[:1], (rows[1:].float() * factors).to(rows.dtype)])
 
     with ExitStack() as stack:

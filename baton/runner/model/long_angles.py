@@ -122,7 +122,7 @@ def _angles_at_length(rotary: nn.Module, length: int) -> list[bytes]:
     asked: Any = copy.deepcopy(rotary)
     buffer = next(asked.buffers())
     at = torch.tensor([[1, length - 1]], device=buffer.device)
-    like = torch.zeros(1, device=buffer.device)
+    like = torch.zeros(1, dtype=torch.float32, device=buffer.device)
     angles: list[bytes] = []
     for kwargs in _calls(asked):
         given = asked(like, at, **kwargs)

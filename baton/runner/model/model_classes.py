@@ -269,7 +269,7 @@ def _logits_behind_decoder(module: Any, decoder: Any) -> torch.Tensor | None:
     the head its input; None if the decoder gets other rows than its embedding's."""
     ids = torch.tensor([[0, 1, 2]])
     embedding: torch.Tensor = decoder.get_input_embeddings()(ids)
-    rows = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(0)) * 30
+    rows = torch.randn(embedding.shape, dtype=torch.float32, generator=torch.Generator().manual_seed(0)) * 30
     head, given = module.get_output_embeddings(), []
 
     def forward(**arguments: Any) -> _DecoderRows:

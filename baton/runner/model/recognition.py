@@ -67,7 +67,7 @@ def fuse(module: nn.Module, operations: Operations, release: Release) -> str:
 
 def gated_activation(apply_gate: Callable[[torch.Tensor], torch.Tensor]) -> Activation | None:
     """The activation `act` if `apply_gate` computes act(first half) * second half from [T, 2 N]; otherwise None."""
-    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)) * 3
+    x = torch.randn(16, 64, dtype=torch.float32, generator=torch.Generator().manual_seed(0)) * 3
     gate, up = x.chunk(2, dim=-1)
     out = apply_gate(x)
     return next((name for name in _ACTIVATIONS if torch.allclose(out, activate(gate, name) * up, atol=1e-5)), None)
@@ -101,7 +101,10 @@ def _fused_norm(child: nn.Module, operations: Operations, generator: torch.Gener
     if len(list(child.parameters(recurse=False))) != 1:
         return None
     # Small, medium and large rows: the small ones show where eps is added.
-    x = torch.randn(_ROWS, weight.shape[0], generator=generator) * torch.tensor([1e-3, 1e-2, 1.0, 3.0, 50.0])[:, None]
+    x = (
+        torch.randn(_ROWS, weight.shape[0], dtype=torch.float32, generator=generator)
+        * torch.tensor([1e-3, 1e-2, 1.0, 3.0, 50.0])[:, None]
+    )
     x = x.to(weight.device)
     out = copy.deepcopy(child).float()(x)
     for plus_one in (False, True):
@@ -118,7 +121,7 @@ def _fused_mlp(child: Any, operations: Operations, generator: torch.Generator) -
     gate_and_up = _gate_and_up(child)
     if activation is None or gate_and_up is None:
         return None
-    x = _like_input(down, torch.randn(1, _ROWS, gate_and_up[0].shape[1], generator=generator))
+    x = _like_input(down, torch.randn(1, _ROWS, gate_and_up[0].shape[1], dtype=torch.float32, generator=generator))
     in_one = isinstance(getattr(child, "gate_up_proj", None), nn.Linear)
     fused = FusedMlp(operations, *gate_and_up, weight_of(down), down.bias, activation, in_one)
     return fused if _agree(child(x), fused(x)) else None
@@ -156,12 +159,12 @@ def _fused_attention(
         return None
     why = "it takes no rotary angles"
     first = projections[0]
-    x = _like_input(first, torch.randn(1, _ROWS, first.in_features, generator=generator))
+    x = _like_input(first, torch.randn(1, _ROWS, first.in_features, dtype=torch.float32, generator=generator))
     if strange := angle_dtypes - {x.dtype}:
         # OLMo keeps its angles in float32, and rounds only the rotated rows.
         raise _NotRecognised(f"its rotary angles are {strange.pop()}, and its rows {x.dtype}")
     for width in widths:
-        angles = torch.rand(1, _ROWS, width, generator=generator) * 6
+        angles = torch.rand(1, _ROWS, width, dtype=torch.float32, generator=generator) * 6
         cos, sin = angles.cos().to(x), angles.sin().to(x)
         echo = EchoAttention()
         object.__setattr__(child, "baton_attend", echo)
@@ -183,7 +186,10 @@ def _fused_attention(
         for half in (False, True):
             # Cosines and sines of real models are equal in both halves.
             halves = width if half else width // 2
-            angles = torch.cat([torch.rand(1, _ROWS, halves, generator=generator) * 6] * (1 if half else 2), dim=-1)
+            angles = torch.cat(
+                [torch.rand(1, _ROWS, halves, dtype=torch.float32, generator=generator) * 6] * (1 if half else 2),
+                dim=-1,
+            )
             cos, sin = angles.cos().to(x), angles.sin().to(x)
             if half and 2 * width > heads[2]:
                 continue

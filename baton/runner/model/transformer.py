@@ -373,7 +373,7 @@ class Transformer(CachedModel):
         """Arbitrary rows, as the stage before would send them; None in the first stage."""
         if self.stage.is_first:
             return None
-        rows = torch.randn(num_rows, self.width, generator=torch.Generator().manual_seed(0))
+        rows = torch.randn(num_rows, self.width, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
         return rows.to(self.device, self.dtype)
 
     def _probe_rows(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], torch.Tensor]:

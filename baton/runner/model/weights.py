@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from baton.errors import ConfigError
 from baton.model_formats.limits import longest_context
@@ -237,11 +238,28 @@ def parameter_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 def _skeleton(model_class: Any, config: Any, dtype: torch.dtype) -> nn.Module:
     """The model without memory for its weights, which have this dtype where its class names no other."""
-    from transformers.modeling_utils import local_torch_dtype
-
-    with torch.device("meta"), local_torch_dtype(dtype):
+    with torch.device("meta"), _DefaultDtype(dtype):
         skeleton: nn.Module = model_class(copy.deepcopy(config))
     return skeleton
+
+
+class _DefaultDtype(TorchFunctionMode):
+    """While active, this thread makes tensors in this dtype if none is named. torch's own default is that of all
+    threads, of which another may compute."""
+
+    _MAKE_TENSORS = frozenset({torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn})
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func in self._MAKE_TENSORS and named.get("dtype") is None:
+            named["dtype"] = self._dtype
+        return func(*args, **named)
 
 
 def _plan(

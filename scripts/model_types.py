@@ -1,7 +1,7 @@
 """Writes the register of model types from the results of tests, and renders what the documents say of it.
 
-Run by scripts/model_types. A way is a test function whose parameters begin with a type. A test that is skipped, since
-the type has no such part, is not claimed, and one that fails is shown and not claimed.
+Run by scripts/model_types. A way is a test function whose parameters begin with a type, or a model of it. A test that
+is skipped, since the type has no such part, is not claimed, and one that fails is shown and not claimed.
 """
 
 from __future__ import annotations
@@ -68,20 +68,25 @@ by the tokens of one node; and *GGUF* files, which are converted.
 def results(report: Path) -> tuple[dict[str, list[str]], list[str]]:
     """Ways by type of the tests that have passed, and what has failed, from pytest's JUnit file."""
     found: defaultdict[str, list[str]] = defaultdict(list)
+    refused: defaultdict[str, set[str]] = defaultdict(set)
     failed = []
     for case in ElementTree.parse(report).getroot().iter("testcase"):  # noqa: S314 pytest wrote it
         name, _, parameters = case.attrib["name"].partition("[")
         of = WAYS.get(f"{case.attrib['classname'].rpartition('.')[2]}::{name}")
         if of is None:
             continue
+        row, way, skipped = parameters.removesuffix("]"), of, case.find("skipped")
+        if way == "{}":
+            row, _, way = row.rpartition("-")
+        of_type = row.partition("+")[0]
         if any(case.find(kind) is not None for kind in ("failure", "error")):
             failed.append(case.attrib["name"])
-        elif case.find("skipped") is None:
-            words = parameters.removesuffix("]").split("-")
-            way = of.format(words[-1])
-            if way not in found[words[0]]:
-                found[words[0]].append(way)
-    return found, failed
+        elif skipped is None and way not in found[of_type]:
+            found[of_type].append(way)
+        elif skipped is not None and skipped.attrib["message"].startswith("it is refused"):
+            refused[of_type].add(way)
+    # Of several models of a type all must go this way.
+    return {name: [way for way in ways if way not in refused[name]] for name, ways in found.items()}, failed
 
 
 def test() -> int:

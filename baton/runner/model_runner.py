@@ -29,7 +29,8 @@ from baton.runner.execution.sampler import Sampled, SamplingState, sample
 from baton.runner.execution.step_results import PooledShare, StepResults, StepRows
 from baton.runner.execution.token_masks import TokenMasks
 from baton.runner.execution.verification import sample_and_verify
-from baton.runner.model.transformer import HiddenAndLogits, Transformer
+from baton.runner.model.decoder import HiddenAndLogits
+from baton.runner.model.transformer import Transformer
 from baton.runner.ranks.rank_leader import RankLeader
 
 _log = logging.getLogger(__name__)

@@ -24,8 +24,9 @@ from baton.runner.execution.input_batch import flatten
 from baton.runner.execution.request_table import RequestState
 from baton.runner.loading import load_runner
 from baton.runner.model import attention, layers
+from baton.runner.model.decoder import HiddenAndLogits
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model.transformer import HiddenAndLogits, Transformer
+from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import load_model
 from baton.runner.spec import CacheSpec, TorchSpec, WeightSpec
 from tests.doubles.fake_attention import fake_paged_attention

@@ -33,8 +33,9 @@ from baton.runner.backends.sharded_operations import ShardedProgram
 from baton.runner.execution.step_results import StepResults, StepRows
 from baton.runner.execution.step_thread import StepThread
 from baton.runner.loading import load_runner
+from baton.runner.model.decoder import HiddenAndLogits
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model.transformer import HiddenAndLogits, Transformer
+from baton.runner.model.transformer import Transformer
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
 from tests.doubles.fake_clock import FakeClock

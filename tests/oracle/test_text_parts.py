@@ -96,7 +96,7 @@ def test_ranks_and_stages_have_the_tokens_of_one_process(models: Path, name: str
     assert tokens_of(written(models, name), **settings) == tokens_of(written(models, name), **alone)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma4-mixture", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4+mixture", "qwen3_vl"])
 def test_weights_of_other_parts_are_neither_needed_nor_loaded(models: Path, tmp_path: Path, name: str) -> None:
     directory = written(models, name)
     loaded = load_model(directory, WeightSpec("float32"))
@@ -160,7 +160,7 @@ def test_an_adapter_of_a_part_that_is_left_out_is_refused(models: Path, tmp_path
 
 
 def test_operators_are_told_which_parts_are_left_out(models: Path) -> None:
-    directory = written(models, "gemma4-mixture")
+    directory = written(models, "gemma4+mixture")
     check_architecture(directory, json.loads((directory / "config.json").read_text()))
     runner = load_runner(TorchSpec(directory, dtype="float32", num_blocks=16))
     assert Capability.IMAGE not in runner.model.capabilities
@@ -172,7 +172,7 @@ def test_operators_are_told_which_parts_are_left_out(models: Path) -> None:
 def test_a_text_part_that_is_not_served_is_named(tmp_path: Path, name: str) -> None:
     config, words = REFUSED[name]
     write_random_model(tmp_path, config, seed=5)
-    with pytest.raises(ConfigError, match=f"is of type '{name}'.*{words}"):
+    with pytest.raises(ConfigError, match=words):
         load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=16))
 
 

@@ -168,10 +168,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
 DRAWN = SamplingParams(temperature=0.8, seed=7, max_tokens=NEW_TOKENS, logprobs=4)
 ROWS: Mapping[str, Mapping[str, Any]] = {
     **LISTED_TYPES,
-    **{f"{name}-windows": config for name, config in WITH_WINDOWS.items()},
-    **{f"gemma4_text-{name}": config for name, config in GEMMA4_MODELS.items()},
+    **{f"{name}+windows": config for name, config in WITH_WINDOWS.items()},
+    **{f"gemma4_text+{name}": config for name, config in GEMMA4_MODELS.items()},
 }
-"""By the type, and behind a hyphen what is special about this one."""
+"""By the type, and behind a plus what is special about this model of it."""
 
 
 def load(directory: Path, dtype: str) -> TorchModelRunner:
@@ -326,6 +326,6 @@ def test_the_register_lists_the_types_that_are_tested() -> None:
     """With the installed transformers; run `scripts/model_types --test` after a change of either."""
     register = json.loads(REGISTER.read_text())
     assert register["transformers"] == version("transformers")
-    decoders, of_parts = {row.partition("-")[0] for row in ROWS}, {name.partition("-")[0] for name in TEXT_PART_MODELS}
+    decoders, of_parts = ({row.partition("+")[0] for row in rows} for rows in (ROWS, TEXT_PART_MODELS))
     assert set(register["types"]) == {*decoders, *of_parts, *IMAGE_MODELS, *ENCODER_DECODERS, *TINY_ENCODERS}
     assert all({"tokens", "bits"} <= {*register["types"][name]} for name in decoders)

@@ -125,6 +125,16 @@ _OTHERS: Mapping[str, _Fields] = {
         "shared_expert_intermediate_size": 64,
         "moe_routed_scaling_factor": 1.5,
     },
+    "llama4_text": {
+        **_HEADS,
+        "intermediate_size_mlp": 128,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "moe_layers": [1, 3],
+        "attention_chunk_size": 24,
+        "floor_scale": 16,
+        "attn_scale": 0.3,
+    },
     "longcat_flash": {
         **_LATENT,
         **{name: value for name, value in _PLAIN.items() if name not in ("num_hidden_layers", "intermediate_size")},

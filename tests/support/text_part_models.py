@@ -57,7 +57,7 @@ TEXT_PART_MODELS: Mapping[str, Mapping[str, Any]] = {
         "vision_config": _GEMMA4_IMAGES,
         "audio_config": None,
     },
-    "gemma4-mixture": {
+    "gemma4+mixture": {
         "model_type": "gemma4",
         "text_config": {**GEMMA4_MODELS["mixture"], "use_bidirectional_attention": "vision"},
         "vision_config": _GEMMA4_IMAGES,
@@ -155,7 +155,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
             },
             "vision_config": _IMAGES,
         },
-        "of type 'llama4_text', and it has layers of type chunked_attention",
+        "the text part of Llama4ForConditionalGeneration can't be taken out of it, so models of type 'llama4'",
     ),
     "qwen3_5": (
         {
@@ -169,7 +169,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
             },
             "vision_config": _PATCHES,
         },
-        "of type 'qwen3_5_text', and it has layers of type linear_attention",
+        "is of type 'qwen3_5'.*of type 'qwen3_5_text', and it has layers of type linear_attention",
     ),
     "lfm2_vl": (
         {
@@ -177,7 +177,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
             "text_config": {**_TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2},
             "vision_config": {**_ENCODER, "model_type": "siglip2_vision_model", "num_patches": 16},
         },
-        "of type 'lfm2', and it has layers of type conv",
+        "is of type 'lfm2_vl'.*of type 'lfm2', and it has layers of type conv",
     ),
     "diffusion_gemma": (
         {
@@ -185,7 +185,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
             "text_config": {**GEMMA4_MODELS["mixture"], "model_type": "diffusion_gemma_text"},
             "vision_config": _GEMMA4_IMAGES,
         },
-        "of type 'diffusion_gemma_text', and the model generates in a way of its own",
+        "is of type 'diffusion_gemma'.*of type 'diffusion_gemma_text', and the model generates in a way of its own",
     ),
 }
 """Models whose text can't be served, and what the refusal says of it."""

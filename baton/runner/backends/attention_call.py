@@ -45,6 +45,15 @@ class AttentionFeatures:
     distance_bias: torch.Tensor | None = None
     """float32 [H, D], contiguous, finite: head h adds distance_bias[h, min(q - k, D - 1)] to the scaled score of a
     query at position q and a key at position k. None: nothing is added. Not together with a soft cap or `ahead`."""
+    in_chunks: bool = False
+    """Whether tokens are divided from position 0 on in chunks of `window` tokens, and a query attends to the keys of
+    its own chunk alone."""
+
+    def first_key(self, position: int) -> int:
+        """The position of the first key that the query at a position attends to."""
+        if self.window is None:
+            return 0
+        return position - position % self.window if self.in_chunks else max(0, position + 1 - self.window)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

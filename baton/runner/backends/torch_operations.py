@@ -222,7 +222,7 @@ class TorchOperations:
                 biases = _biases_of_keys(how.distance_bias, length, cache.num_kv_heads)
             for row in range(first, last):
                 stop = length - (last - 1 - row)
-                start = max(0, stop - how.window) if how.window else 0
+                start = how.first_key(stop - 1)
                 seen = slice(start, stop)
                 grouped = query[row].view(cache.num_kv_heads, -1, cache.key_dim).float()
                 # A copy, so that the product sees the same memory layout for a prompt and for a lone token.
@@ -334,7 +334,7 @@ def _attend_block(
     own = at[start : start + num_rows, None]
     seen = at <= own + how.ahead
     if how.window:
-        seen &= at > own - how.window
+        seen &= at >= (own - own % how.window if how.in_chunks else own + 1 - how.window)
     scores = scores.view(heads, -1, num_rows, length).masked_fill(~seen, -math.inf)
     weights = torch.softmax(scores, dim=-1).view(heads, -1, length)
     attended = torch.bmm(weights, values.contiguous()).view(heads, -1, num_rows, values.shape[2])

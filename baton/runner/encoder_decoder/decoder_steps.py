@@ -28,12 +28,12 @@ from baton.runner.execution.input_batch import NO_SLOT, FlatBatch
 from baton.runner.execution.request_table import RequestState
 from baton.runner.model.attention import cache_views
 from baton.runner.model.cached_model import CachedModel, on_device, on_device_of_model, on_host
-from baton.runner.model.decoder import ModelOutput
+from baton.runner.model.decoder import HiddenAndLogits, ModelOutput
 from baton.runner.model.layers import PackedLinear, ProductWatch, replace_products
 from baton.runner.model.recognition import fuse
 from baton.runner.model.stored.mapped_files import MappedFiles
 from baton.runner.model.stored.plan import CheckpointNames
-from baton.runner.model.transformer import HiddenAndLogits, Transformer
+from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import LoadedModel
 from baton.runner.parts import Stage
 from baton.runner.spec import CacheSpec

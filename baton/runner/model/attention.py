@@ -6,7 +6,7 @@ Every attention module has an attribute `baton_attend`, to which it passes queri
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.ranks.ranks import ONE_RANK, Ranks
+from baton.runner.model.checkpoint import configs_of_layers
 from baton.runner.parts import OwnHeads, Shard
 
 ATTENTION_NAME = "baton_paged"
@@ -295,10 +296,12 @@ def _forward(
         raise UnsupportedAttention(
             f"its layer {module.layer_idx} asks for attention with {', '.join(unknown)}, which is not computed here"
         )
+    chunk = _chunk_of(module)
     how = AttentionParameters(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         num_kv_heads=key.shape[1],
-        window=sliding_window or None,
+        window=chunk or sliding_window or None,
+        in_chunks=chunk is not None,
         softcap=softcap or None,
         sinks=s_aux,
     )
@@ -309,8 +312,35 @@ def _forward(
     return out.unsqueeze(0), None
 
 
+def _chunk_of(module: Any) -> int | None:
+    """The number of tokens of a chunk, if a layer's queries attend to keys of their chunk alone; else None."""
+    # Layers tell only their masks.
+    kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    if module.layer_idx >= len(kinds) or kinds[module.layer_idx] != "chunked_attention":
+        return None
+    chunk: int = module.config.attention_chunk_size
+    return chunk
+
+
 def _asks(value: object) -> bool:
     return not (value is None or (isinstance(value, bool | int | float) and not value))
+
+
+def require_windows(architecture: str, config: Any, windows: Mapping[int, int | None]) -> None:
+    """Raise UnsupportedAttention if layers tell masks of their windows, but not their attention: `windows`."""
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
+    layers = configs_of_layers(config)
+    hidden = [
+        index
+        for index, kind in enumerate(kinds)
+        if kind == "sliding_attention" and index in windows and windows[index] is None
+        if getattr(layers[min(index, len(layers) - 1)], "sliding_window", None)
+    ]
+    if hidden:
+        numbers = ", ".join(map(str, hidden))
+        raise UnsupportedAttention(
+            f"{architecture} tells the windows of its layers {numbers} to their masks alone, which is not supported"
+        )
 
 
 def require_no_mask(module: Any, mask: object) -> None:

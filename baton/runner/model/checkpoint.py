@@ -185,6 +185,8 @@ _SIZES = (
     "topk_group",
     "decoder_sparse_step",
     "sliding_window_pattern",
+    "attention_chunk_size",
+    "floor_scale",
     "global_attn_every_n_layers",
     "no_rope_layer_interval",
     "d_model",

@@ -133,6 +133,17 @@ def given_to(embedding: nn.Module, given: GivenRows) -> Iterator[None]:
         handle.remove()
 
 
+class HiddenAndLogits(NamedTuple):
+    """The result of a step for the rows that are wanted, in float32."""
+
+    hidden: npt.NDArray[np.float32]
+    """The input of the head, behind the last norm: [rows, hidden size]."""
+    logits: npt.NDArray[np.float32]
+    """The output of the head for all of these rows, or the first ones: [rows, vocabulary]."""
+    queries: npt.NDArray[np.float32] | None = None
+    """The scaled queries of the heads that align a transcript, [rows, heads, size]; None where no head does."""
+
+
 class ModelOutput(NamedTuple):
     """The output of a model for some rows; that of a stage before the last one for all rows."""
 

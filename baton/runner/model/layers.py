@@ -9,7 +9,7 @@ each row (`RowMatrices`). `ProductWatch` finds products that were missed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from baton.runner.backends.device import CPU
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import Weight
 from baton.runner.model.recognition import children_of, gated_activation
+from baton.runner.model.stored.absent_weight import AbsentWeight
 from baton.runner.model.stored.layers import (
     StoredEmbedding,
     StoredLinear,
@@ -40,36 +41,6 @@ _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "l
 
 
 _CASTS = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.float)
-
-
-class AbsentWeight(torch.Tensor):
-    """Stands for a weight that is held otherwise: it has a shape, a dtype and a device, but no numbers."""
-
-    answers: Mapping[Callable[..., Any], Callable[..., Any]]
-    """What computes the calls that need numbers, by torch's function. Any other raises TypeError."""
-
-    @staticmethod
-    def of(like: torch.Tensor, answers: Mapping[Callable[..., Any], Callable[..., Any]]) -> AbsentWeight:
-        """`like`: one number, expanded to the shape of the weight."""
-        absent = like.as_subclass(AbsentWeight)
-        absent.answers = answers
-        return absent
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            absent = next((arg for arg in args if isinstance(arg, AbsentWeight)), None)
-            if absent is not None and func in absent.answers:
-                return absent.answers[func](*args, **(kwargs or {}))
-            if func.__name__ != "__get__":
-                raise TypeError(f"{func.__name__} needs the numbers of a weight that Baton holds in its own form")
-            return func(*args, **(kwargs or {}))
 
 
 class PackedLinear(nn.Module, HasProducts):
@@ -153,6 +124,11 @@ class PackedEmbedding(nn.Module):
         super().__init__()
         self.shared_weight = head
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """What modules may ask of the weight; it has no numbers."""
+        return self.shared_weight.weight
+
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.shared_weight.take_rows(token_ids.reshape(-1)).view(*token_ids.shape, -1)
 
@@ -166,7 +142,8 @@ class InterceptedWeight(torch.Tensor):
     product: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
     cast: Callable[[torch.dtype], torch.Tensor]
     adaptable: AdaptableProduct
-    stacked: Sequence[InterceptedWeight]
+    stacked: Callable[[bool], Sequence[PackedLinear]]
+    """Of a stack: its weights, or with True their transposes, as layers."""
 
     @staticmethod
     def of(
@@ -196,9 +173,17 @@ class InterceptedWeight(torch.Tensor):
 
     @staticmethod
     def of_stack(weights: torch.Tensor, operations: Operations) -> InterceptedWeight:
-        """The weights [experts, N, K] of a module that passes them to `F.linear` one by one."""
-        intercepted = weights.detach().clone().as_subclass(InterceptedWeight)
-        intercepted.stacked = [InterceptedWeight.of(weight, operations) for weight in weights.detach()]
+        """The weights [experts, N, K] of a module that passes them to `F.linear` one by one, or those [experts, K, N]
+        of one that passes all of them to `torch.bmm`. They are packed when it does."""
+        plain = weights.detach().clone()
+
+        @cache
+        def stacked(transposed: bool) -> Sequence[PackedLinear]:
+            each = (weight.T.contiguous() if transposed else weight for weight in plain)
+            return [PackedLinear(operations, weight, None, weight.dtype) for weight in each]
+
+        intercepted = plain.as_subclass(InterceptedWeight)
+        intercepted.stacked = stacked
         return intercepted
 
     @classmethod
@@ -215,11 +200,22 @@ class InterceptedWeight(torch.Tensor):
                 bias = args[2] if len(args) > 2 else kwargs.get("bias")
                 return args[1].product(args[0], bias)
             if func is torch.Tensor.__getitem__ and args[0].dim() == 3 and isinstance(args[1], int):
-                return args[0].stacked[args[1]]
+                return args[0].stacked(False)[args[1]].weight
+            if func is torch.bmm and isinstance(args[1], InterceptedWeight):
+                layers = args[1].stacked(True)
+                return torch.stack([_without_zeros(layer, rows) for layer, rows in zip(layers, args[0], strict=True)])
             out = func(*args, **kwargs)
             if func in _CASTS and isinstance(args[0], InterceptedWeight) and isinstance(out, torch.Tensor):
                 return args[0].cast(out.dtype)
             return out
+
+
+def _without_zeros(layer: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
+    """The layer's product with rows [T, K], of which most are zero where each expert is given those of all others."""
+    at = rows.any(dim=1).nonzero().squeeze(-1)
+    out = rows.new_zeros(rows.shape[0], layer.out_features)
+    out[at] = layer.rows(rows[at])
+    return out
 
 
 class PackedExperts:

@@ -25,6 +25,8 @@ from baton.runner.model.pooling_files import classifier_labels, is_classifier, i
 from baton.runner.model.stored.plan import CheckpointNames
 
 T = TypeVar("T")
+_KINDS_OF_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""The layers that are served, by transformers' names."""
 _SCORE = "score.weight"
 """The head's weight in checkpoints of decoders with a head for labels."""
 
@@ -361,7 +363,7 @@ def model_class_of(checkpoint: Checkpoint, config: Any) -> Any:
     text_config = config.get_text_config()
     if is_part:
         refusal += f"of its parts only that for text could be served, of type {text_config.model_type!r}, and "
-    kinds = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(text_config, "layer_types", None) or ()) - _KINDS_OF_LAYERS
     if kinds:
         raise ConfigError(f"{refusal}it has layers of type {', '.join(sorted(kinds))}{instead}")
     if not getattr(model_class, "_supports_attention_backend", False):

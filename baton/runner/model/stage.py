@@ -151,11 +151,12 @@ class NoEmbedding(nn.Module):
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self._width = width
-        self._dtype = dtype
+        self.weight: torch.Tensor
+        """No rows, for modules that ask where the weight is."""
+        self.register_buffer("weight", torch.empty(0, width, dtype=dtype), persistent=False)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(*token_ids.shape, self._width, dtype=self._dtype, device=token_ids.device)
+        return self.weight.new_zeros(*token_ids.shape, self.weight.shape[1])
 
 
 class NoHead(nn.Module):

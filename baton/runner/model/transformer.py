@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +23,7 @@ from baton.runner.model.attention import (
     ProbeAttention,
     UnsupportedAttention,
     bind,
+    require_windows,
 )
 from baton.runner.model.cached_model import (
     CachedModel,
@@ -34,12 +34,20 @@ from baton.runner.model.cached_model import (
     on_device_of_model,
     on_host,
 )
-from baton.runner.model.checkpoint import configs_of_layers
 from baton.runner.model.decode_graphs import DecodeGraphs
-from baton.runner.model.decoder import Decoder, GivenRows, ModelOutput, NotAPlainDecoder, given_to, same_bits
+from baton.runner.model.decoder import (
+    Decoder,
+    GivenRows,
+    HiddenAndLogits,
+    ModelOutput,
+    NotAPlainDecoder,
+    given_to,
+    same_bits,
+)
 from baton.runner.model.layers import ProductWatch, RowMatrices, head_of, replace_products
 from baton.runner.model.long_angles import LongAngles, replace_rotary
 from baton.runner.model.recognition import fuse
+from baton.runner.model.row_positions import TokensBefore, apart, has_grids
 from baton.runner.model.stage import ONE_STAGE, LayerReport, StageModule, StageReport, Stages, first_reason
 from baton.runner.model.stored.mapped_files import MappedFiles
 from baton.runner.model.stored.plan import CheckpointNames
@@ -49,17 +57,6 @@ from baton.runner.parts import Stage
 from baton.runner.spec import CacheSpec
 
 _PROBE_ROWS = 8
-
-
-class HiddenAndLogits(NamedTuple):
-    """The result of a step for the rows that are wanted, in float32."""
-
-    hidden: npt.NDArray[np.float32]
-    """The input of the head, behind the last norm: [rows, hidden size]."""
-    logits: npt.NDArray[np.float32]
-    """The output of the head for all of these rows, or the first ones: [rows, vocabulary]."""
-    queries: npt.NDArray[np.float32] | None = None
-    """The scaled queries of the heads that align a transcript, [rows, heads, size]; None where no head does."""
 
 
 class _Widths(NamedTuple):
@@ -75,6 +72,8 @@ class Transformer(CachedModel):
     decode_graphs: DecodeGraphs | None
     """The CUDA graphs of decode steps; None where a step's kernels are started one by one."""
     _attention: PagedAttention
+    _before: TokensBefore | None = None
+    """For layers that count the tokens before each row; None: none does."""
     _counts_own_layers = False
     """Whether the stage has a size of the KV cache to itself."""
 
@@ -126,6 +125,7 @@ class Transformer(CachedModel):
         self.why_no_own_loop = ""
         """Why transformers' loop over the layers runs; empty when Baton's loop replaces it."""
         self._decoder = self._own_loop(self.dtype)
+        self._before = self._probe_tokens_before()
         self._require_rows_alone(model.architecture)
         why_not_fused = "transformers' loop runs" if self._decoder is None else self._decoder.why_not_fused
         reports = stages.exchange(
@@ -349,25 +349,9 @@ class Transformer(CachedModel):
                 f"{architecture} has {len(self._part.own_layers)} layers, {len(probe.layers)} with "
                 "attention; layers without attention are not supported"
             )
-        self._require_windows(architecture, probe.windows)
+        require_windows(architecture, self._module.config, probe.windows)
         reports = {index: LayerReport(geometry, probe.windows[index]) for index, geometry in probe.layers.items()}
         return reports, sorted(watch.missed)
-
-    def _require_windows(self, architecture: str, windows: Mapping[int, int | None]) -> None:
-        """Raise UnsupportedAttention if layers tell masks of their windows, but not their attention."""
-        kinds: Sequence[str] = getattr(self._module.config, "layer_types", None) or ()
-        layers = configs_of_layers(self._module.config)
-        hidden = [
-            index
-            for index, kind in enumerate(kinds)
-            if kind == "sliding_attention" and index in windows and windows[index] is None
-            if getattr(layers[min(index, len(layers) - 1)], "sliding_window", None)
-        ]
-        if hidden:
-            numbers = ", ".join(map(str, hidden))
-            raise UnsupportedAttention(
-                f"{architecture} tells the windows of its layers {numbers} to their masks alone, which is not supported"
-            )
 
     def _probe_received(self, num_rows: int) -> torch.Tensor | None:
         """Arbitrary rows, as the stage before would send them; None in the first stage."""
@@ -394,7 +378,7 @@ class Transformer(CachedModel):
         bind(self._module, EchoAttention(), self._operations.ranks)
         token_ids, places, rows = self._probe_rows()
         received = self._probe_received(rows.shape[0])
-        for positions in (places, _apart(places)) if _has_grids(self._module.config) else (places,):
+        for positions in (places, apart(places)) if has_grids(self._module.config) else (places,):
             with torch.inference_mode():
                 expected = self._forward(token_ids, positions, rows, received)
                 output = decoder.compute(token_ids, positions, rows, False, received)
@@ -404,6 +388,19 @@ class Transformer(CachedModel):
                 self.why_no_own_loop = "its logits are not those of transformers' loop, bit for bit"
                 return None
         return decoder
+
+    def _probe_tokens_before(self) -> TokensBefore | None:
+        """What tells layers the positions of their rows, if they ask for it."""
+        if self._decoder is not None:
+            return None
+        bind(self._module, EchoAttention(), self._operations.ranks)
+        token_ids, places, rows = self._probe_rows()
+        self._before = before = TokensBefore()
+        # Layers that ask more of a cache do without it.
+        with suppress(AttributeError, TypeError, ValueError, RuntimeError, IndexError), torch.inference_mode():
+            self._forward(token_ids, places, rows, self._probe_received(rows.shape[0]))
+            return before if before.was_asked else None
+        return None
 
     def _require_rows_alone(self, architecture: str) -> None:
         """Raise UnsupportedAttention if this stage looks at token ids or their embedding, which another stage has."""
@@ -472,11 +469,13 @@ class Transformer(CachedModel):
         self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], logits_rows: torch.Tensor
     ) -> ModelOutput:
         self._logits_rows = logits_rows
+        at = self._tensor(positions)
         out = self._module(
             input_ids=self._tensor(token_ids).unsqueeze(0),
-            position_ids=self._tensor(positions).unsqueeze(-2),
+            position_ids=at.unsqueeze(-2),
             use_cache=False,
             logits_to_keep=logits_rows,
+            **({} if self._before is None else {"past_key_values": self._before.begin(at)}),
         )
         logits: torch.Tensor = out.logits[0]
         hidden, self._last_hidden = self._last_hidden, None
@@ -488,13 +487,3 @@ class Transformer(CachedModel):
         self._last_hidden = given[0]
         if self._logits_rows is not None:
             self.adapters.rows.keep(self._logits_rows)
-
-
-def _has_grids(config: Any) -> bool:
-    """Whether rotary positions have three dimensions, those of images in grids (M-RoPE)."""
-    return "mrope_section" in (getattr(config, "rope_parameters", None) or {})
-
-
-def _apart(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Positions [3, T] that differ in the three dimensions."""
-    return np.stack([places, places[::-1], places // 2])

@@ -18,7 +18,7 @@ from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.backends.operations import Operations
 from baton.runner.execution.input_batch import FlatBatch
 from baton.runner.model.cached_model import on_host
-from baton.runner.model.transformer import HiddenAndLogits
+from baton.runner.model.decoder import HiddenAndLogits
 from baton.runner.model.weights import LoadedModel
 from baton.runner.ranks.micro_batch import MicroBatch, tensor_of, write_numbers
 from baton.runner.ranks.rank import FirstRank, LeadingTransformer

@@ -94,15 +94,22 @@ class Paged:
         return cls(cache, tables, starts, torch.tensor(lengths, dtype=torch.int32), torch.cat(queries), keys, values)
 
     def attend(
-        self, window: int | None = None, softcap: float | None = None, threads: int = 2, ahead: int = 0
+        self,
+        window: int | None = None,
+        softcap: float | None = None,
+        threads: int = 2,
+        ahead: int = 0,
+        in_chunks: bool = False,
     ) -> torch.Tensor:
-        how = AttentionFeatures(0.3, window, softcap, self.sinks, ahead, self.distance_bias)
+        how = AttentionFeatures(0.3, window, softcap, self.sinks, ahead, self.distance_bias, in_chunks)
         return kernels.paged_attention(self.call(how), threads=threads)
 
     def call(self, how: AttentionFeatures) -> AttentionCall:
         return AttentionCall(self.query, self.cache, self.query_start, self.seq_lens, self.tables, how)
 
-    def expected(self, window: int | None = None, softcap: float | None = None, ahead: int = 0) -> torch.Tensor:
+    def expected(
+        self, window: int | None = None, softcap: float | None = None, ahead: int = 0, in_chunks: bool = False
+    ) -> torch.Tensor:
         out = []
         for i, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
             query = self.query[int(self.query_start[i]) : int(self.query_start[i + 1])].double()
@@ -117,7 +124,7 @@ class Paged:
                 scores = scores + self.distance_bias.double()[:, distances]
             seen = key_at <= at + ahead
             if window is not None:
-                seen &= key_at > at - window
+                seen &= (key_at // window == at // window) if in_chunks else (key_at > at - window)
             scores = scores.masked_fill(~seen, float("-inf"))
             if self.sinks is not None:
                 sinks = self.sinks.double()[:, None, None].expand(-1, len(query), 1)
@@ -153,6 +160,33 @@ def test_rows_attend_to_keys_behind_their_own(isa: str, dtype: torch.dtype, wind
     for place, (length, start) in enumerate(zip(lengths, paged.query_start.tolist(), strict=False)):
         alone = Paged.make(dtype, lengths=[length], query_lens=[length], head_dim=40, seed=place, block_size=7)
         assert torch.equal(alone.attend(window, ahead=ahead), together[start : start + length])
+
+
+@all_pairs({"isa": ISAS, "dtype": DTYPES, "chunk": [1, 7, 16, 64, 100, 128, 1000]})
+def test_rows_attend_to_keys_of_their_own_chunk(isa: str, dtype: torch.dtype, chunk: int) -> None:
+    kernels.use_isa(isa)
+    paged = Paged.make(dtype, lengths=[1, 64, 90, 200, 400], query_lens=[1, 64, 1, 77, 400], head_dim=40)
+    together = paged.attend(chunk, in_chunks=True)
+    assert relative_error(together, paged.expected(chunk, in_chunks=True)) < TOLERANCE[dtype]
+    for position in (0, 1, 63, 64, 99, 100, 127, 128, 399):
+        length = position + 1
+        alone = Paged.make(dtype, lengths=[1] * 4 + [length], query_lens=[1] * 5, head_dim=40)
+        alone.query, alone.cache, alone.tables = alone.query.clone(), paged.cache, paged.tables
+        alone.query[-1] = paged.query[143 + position]
+        assert torch.equal(alone.attend(chunk, in_chunks=True)[-1], together[143 + position]), position
+
+
+def test_without_kernels_rows_attend_to_keys_of_their_own_chunk() -> None:
+    paged = Paged.make(torch.float32, lengths=[1, 90, 200], query_lens=[1, 1, 77], head_dim=16)
+    found = TorchOperations(1).paged_attention(paged.call(AttentionFeatures(0.3, 20, in_chunks=True)))
+    assert relative_error(found, paged.expected(20, in_chunks=True)) < TOLERANCE[torch.float32]
+
+
+def test_blocks_of_chunks_before_a_query_need_not_exist() -> None:
+    paged = Paged.make(torch.float32, lengths=[200], query_lens=[5], head_dim=32, block_size=8)
+    expected = paged.attend(64, in_chunks=True)
+    paged.tables[:, : 192 // 8] = -1
+    assert torch.equal(paged.attend(64, in_chunks=True), expected)
 
 
 @pytest.mark.parametrize(("window", "ahead"), [(None, 1 << 30), (300, 299)])

@@ -27,8 +27,9 @@ from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.execution.input_batch import FlatBatch
 from baton.runner.execution.step_results import StepResults
 from baton.runner.loading import load_runner
+from baton.runner.model.decoder import HiddenAndLogits
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model.transformer import HiddenAndLogits, Transformer
+from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import load_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.parts import Stage

@@ -43,6 +43,13 @@ class Kind:
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    in_chunks: bool = False
+
+    def last_to_see(self, key: int, length: int) -> int:
+        """The position behind that of the last query that sees a key."""
+        if self.window is None:
+            return length
+        return (key // self.window + 1) * self.window if self.in_chunks else key + self.window
 
 
 GPU_KINDS = {
@@ -54,6 +61,8 @@ GPU_KINDS = {
     "deepseek": Kind(4, 4, 192, 128),
     "gemma4's global layers": Kind(8, 1, 512, 512),
     "window of several tiles": Kind(16, 2, 128, 128, block_size=64, window=600, has_sinks=True),
+    "chunks of several tiles": Kind(16, 2, 128, 128, block_size=64, window=600, in_chunks=True),
+    "small chunks": Kind(6, 2, 80, 80, block_size=8, window=37, in_chunks=True),
 }
 SMALL_KINDS = {
     "four heads in a group": Kind(4, 1, 64, 64),
@@ -61,6 +70,8 @@ SMALL_KINDS = {
     "window, softcap and sinks": Kind(4, 2, 16, 16, block_size=32, window=100, softcap=20.0, has_sinks=True),
     "deepseek": Kind(1, 1, 192, 128),
     "gemma4's global layers": Kind(1, 1, 512, 512),
+    "small chunks": Kind(3, 1, 80, 80, block_size=8, window=11, in_chunks=True),
+    "chunks": Kind(4, 2, 16, 16, block_size=32, window=65, in_chunks=True),
 }
 KINDS = GPU_KINDS if ON_GPU else SMALL_KINDS
 """For the interpreter a few heads: it takes some milliseconds for each of them in each split."""
@@ -104,7 +115,7 @@ class Sequences:
             "value_dim": kind.value_dim,
         }
         sinks = torch.randn(kind.num_heads, generator=generator).to(DEVICE, dtype) if kind.has_sinks else None
-        self._how = AttentionFeatures(kind.key_dim**-0.5, kind.window, kind.softcap, sinks)
+        self._how = AttentionFeatures(kind.key_dim**-0.5, kind.window, kind.softcap, sinks, in_chunks=kind.in_chunks)
 
     def spoil(self, sequence: int, key: int, number: float) -> None:
         """Replace the values of one key."""
@@ -196,7 +207,7 @@ def test_a_value_that_is_not_finite_spoils_only_rows_that_see_it(
     (expected,) = sequences.attend([span], kernel)
     sequences.spoil(sequence, key, number)
     (out,) = sequences.attend([span], kernel)
-    first, stop = key - span[1], key + (kind.window or LENGTHS[sequence]) - span[1]
+    first, stop = key - span[1], kind.last_to_see(key, LENGTHS[sequence]) - span[1]
     assert torch.equal(out[:first], expected[:first])
     assert not out[first:stop].isfinite().any()
     assert torch.equal(out[stop:], expected[stop:])

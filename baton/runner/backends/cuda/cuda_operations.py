@@ -47,6 +47,7 @@ class _Kind:
     value_dim: int
     block_size: int
     window: int | None
+    in_chunks: bool
     softcap: float | None
     has_sinks: bool
     has_distance_bias: bool
@@ -62,6 +63,7 @@ class _Kind:
             cache.value_dim,
             cache.block_size,
             how.window,
+            how.in_chunks,
             how.softcap,
             how.sinks is not None,
             how.distance_bias is not None,
@@ -289,7 +291,7 @@ def _sample(kind: _Kind, device: torch.device) -> AttentionCall:
     starts = torch.tensor([0, *itertools.accumulate(_SAMPLE_QUERIES)], dtype=torch.int32, device=device)
     lengths = torch.tensor(_SAMPLE_LENGTHS, dtype=torch.int32, device=device)
     sinks = torch.randn(kind.num_heads, generator=generator).to(device, kind.dtype) if kind.has_sinks else None
-    how = AttentionFeatures(kind.key_dim**-0.5, kind.window, kind.softcap, sinks)
+    how = AttentionFeatures(kind.key_dim**-0.5, kind.window, kind.softcap, sinks, in_chunks=kind.in_chunks)
     return AttentionCall(query, cache, starts, lengths, tables, how)
 
 

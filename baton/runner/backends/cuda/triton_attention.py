@@ -66,7 +66,8 @@ def triton_attention(call: AttentionCall) -> torch.Tensor:
         "SPLIT_KEYS": SPLIT,
         "enable_fp_fusion": False,
     }
-    sees: dict[str, Any] = {"HAS_WINDOW": bool(window), "HAS_SINKS": sinks is not None}
+    in_chunks = call.how.in_chunks
+    sees: dict[str, Any] = {"HAS_WINDOW": bool(window), "IN_CHUNKS": in_chunks, "HAS_SINKS": sinks is not None}
     tile_keys, stages = _tile_of_keys(query.dtype, max(cache.key_dim, cache.value_dim))
     to_walk: dict[str, Any] = {
         "GROUP": group,
@@ -127,6 +128,14 @@ def _sequence_of(starts, count, place, QUERIES: tl.constexpr):
         low = tl.where(first <= place, middle, low)
         high = tl.where(first <= place, high, middle)
     return low
+
+
+@triton.jit
+def _first_key(stop, window, IN_CHUNKS: tl.constexpr):
+    """The first key of the query that sees no keys from `stop` on."""
+    if IN_CHUNKS:
+        return stop - 1 - (stop - 1) % window
+    return tl.maximum(stop - window, 0)
 
 
 @triton.jit
@@ -257,6 +266,7 @@ def _attend(
     KEYS: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IN_CHUNKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IN_TURN: tl.constexpr,
@@ -290,9 +300,9 @@ def _attend(
     lowest = 0
     all_from = 0
     if HAS_WINDOW:
-        row_start = tl.maximum(row_stop - window, 0)
-        lowest = tl.maximum(behind + first_query - window, 0)
-        all_from = (tl.maximum(behind + last_query - window, 0) + KEYS - 1) // KEYS * KEYS
+        row_start = _first_key(row_stop, window, IN_CHUNKS)
+        lowest = _first_key(behind + first_query, window, IN_CHUNKS)
+        all_from = (_first_key(behind + last_query, window, IN_CHUNKS) + KEYS - 1) // KEYS * KEYS
     highest = behind + last_query
     # All rows see the keys of tiles from `all_from` to before `all_to`.
     all_to = highest + KEYS
@@ -455,6 +465,7 @@ def _merge_splits(
     VALUE_WIDTH: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IN_CHUNKS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
     """Programs: rows x heads. Merges the splits of which a row sees keys."""
@@ -466,7 +477,7 @@ def _merge_splits(
     highest = tl.load(seq_lens + sequence) - (stop_row - 1 - row)
     lowest = 0
     if HAS_WINDOW:
-        lowest = tl.maximum(highest - window, 0)
+        lowest = _first_key(highest, window, IN_CHUNKS)
     one = tl.arange(0, 1)
     head = tl.program_id(1) + one
     place = row.to(tl.int64) * HEADS + head

@@ -18,6 +18,7 @@ from torch.nn import functional
 from baton.runner.backends.quantized_product import narrow_product, product_of_plain_numbers
 from baton.runner.backends.quantized_weight import NarrowWeight, QuantizedWeight
 from baton.runner.backends.weight_rows import Weight, WeightOnFile, read_weight, rows_of
+from baton.runner.model.stored.absent_weight import AbsentWeight
 from baton.runner.model.stored.weight import StoredWeight
 
 
@@ -80,6 +81,11 @@ class StoredEmbedding(nn.Module):
         self.stored = stored
         self.dtype = dtype
         self._is_hf_initialized = True
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """What modules may ask of the weight; it has no numbers."""
+        return AbsentWeight.of(torch.empty((), dtype=self.dtype).expand(self.stored.shape), {})
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Rows of the weight as plain numbers: [...] to [..., k]."""

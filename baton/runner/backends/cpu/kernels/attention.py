@@ -78,6 +78,7 @@ def attention_structure(
         block_size=cache.block_size,
         window=how.window or 0,
         ahead=how.ahead,
+        in_chunks=int(how.in_chunks),
         num_distances=0 if bias is None else bias.shape[1],
         scale=how.scale,
         softcap=how.softcap or 0.0,
@@ -160,6 +161,8 @@ def require_features(how: AttentionFeatures, heads: int, cache: CacheView) -> to
         raise KernelArgumentError("scale", f"must be finite, is {how.scale}")
     if how.window is not None and how.window < 1:
         raise KernelArgumentError("window", f"must be at least 1, is {how.window}")
+    if how.in_chunks and how.window is None:
+        raise KernelArgumentError("in_chunks", "needs a window, the size of a chunk")
     if how.softcap is not None and not (math.isfinite(how.softcap) and how.softcap > 0):
         raise KernelArgumentError("softcap", f"must be positive, is {how.softcap}")
     sinks = how.sinks

@@ -114,7 +114,7 @@ class KernelAttentionCall(ctypes.Structure):
         *_fields(
             _INT64, "table_width table_stride num_blocks heads kv_heads key_dim value_dim block_size window ahead"
         ),
-        *_fields(_INT64, "num_distances"),
+        *_fields(_INT64, "in_chunks num_distances"),
         *_fields(_FLOAT, "scale softcap"),
         ("format", _INT),
     ]

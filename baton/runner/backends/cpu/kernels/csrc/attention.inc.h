@@ -287,7 +287,7 @@ INLINE void attend(const enum dtype dtype, const struct attention_job *job, size
     int64_t first_position = length - (query_end - query_start) + task->token_start;
     int64_t last_position = first_position + task->token_count - 1 + call->ahead; /* of a key that is attended to */
     if (last_position >= length) last_position = length - 1;
-    int64_t tile = call->window > 0 && first_position + 1 > call->window ? first_position + 1 - call->window : 0;
+    int64_t tile = first_key(call, first_position);
     if (shared_tiles > 0) tile = shared_tiles * KEY_TILE;
     state.few = FEW_ROWS_OF(dtype) && task->token_count == 1 && task->head_count <= FEW_SCORE_ROWS;
 #ifdef FEW_VALUES

@@ -44,7 +44,7 @@ struct key_range {
 };
 
 INLINE struct key_range visible_keys(const struct attention_call *call, int64_t length, int64_t position, int64_t tile) {
-    int64_t start = call->window > 0 && position + 1 > call->window ? position + 1 - call->window : 0;
+    int64_t start = first_key(call, position);
     int64_t end = position + 1 + call->ahead < length ? position + 1 + call->ahead : length;
     struct key_range range = {start > tile ? start - tile : 0, end < tile + KEY_TILE ? end - tile : KEY_TILE};
     return range;

@@ -177,10 +177,17 @@ struct attention_call {
     int64_t heads, kv_heads, key_dim, value_dim, block_size;
     int64_t window;  /* the most keys that a query attends to up to its own; 0: all */
     int64_t ahead;   /* how many keys behind its own it attends to, as far as its request has them; 0: causal attention */
+    int64_t in_chunks; /* 1: of the window only keys of the query's own chunk, of those of `window` tokens each from 0 on */
     int64_t num_distances; /* at least 1 with distance_bias, which is only without ahead and softcap */
     float scale, softcap; /* softcap 0: none */
     int format;           /* enum cache_format */
 };
+
+/* The position of the first key that a query attends to. It grows with the query's position. */
+static inline int64_t first_key(const struct attention_call *call, int64_t position) {
+    if (call->in_chunks) return position - position % call->window;
+    return call->window > 0 && position + 1 > call->window ? position + 1 - call->window : 0;
+}
 
 /* One task of attention: some query tokens of one request and some query heads of one KV head; or one query token and all query
  * heads of several KV heads, whose keys are side by side in the cache. */

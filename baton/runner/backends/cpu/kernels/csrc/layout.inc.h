@@ -72,7 +72,7 @@ static const struct layout_entry layout[] = {
     FIELD(attention_call, query_stride), FIELD(attention_call, out_stride), FIELD(attention_call, num_seqs), FIELD(attention_call, table_width), FIELD(attention_call, table_stride),
     FIELD(attention_call, num_blocks), FIELD(attention_call, heads), FIELD(attention_call, kv_heads),
     FIELD(attention_call, key_dim), FIELD(attention_call, value_dim), FIELD(attention_call, block_size),
-    FIELD(attention_call, window), FIELD(attention_call, ahead), FIELD(attention_call, num_distances),
+    FIELD(attention_call, window), FIELD(attention_call, ahead), FIELD(attention_call, in_chunks), FIELD(attention_call, num_distances),
     FIELD(attention_call, scale), FIELD(attention_call, softcap), FIELD(attention_call, format),
 
     WHOLE(struct take_rows_call, "take_rows_call"),

@@ -62,9 +62,8 @@ int check_attention(const struct attention_call *call) {
         if (tokens == 0) continue;
         if (length < tokens || length > call->table_width * call->block_size) return STATUS_BAD_SEQ_LEN;
         int64_t first_position = length - tokens;
-        int64_t first_key = call->window > 0 && first_position + 1 > call->window ? first_position + 1 - call->window : 0;
         const int32_t *table = call->block_tables + seq * call->table_stride;
-        for (int64_t block = first_key / call->block_size; block <= (length - 1) / call->block_size; block++)
+        for (int64_t block = first_key(call, first_position) / call->block_size; block <= (length - 1) / call->block_size; block++)
             if (table[block] < 0 || table[block] >= call->num_blocks) return STATUS_BAD_BLOCK;
     }
     return STATUS_OK;

@@ -99,7 +99,7 @@ static void wait_for_ranks(const void *job, size_t task, void *scratch) {
 
 /* Whether a plan for one call is the plan for another one of the same step. */
 static int plans_alike(const struct attention_call *one, const struct attention_call *other) {
-    return one->query_start == other->query_start && one->block_tables == other->block_tables && one->window == other->window && one->ahead == other->ahead &&
+    return one->query_start == other->query_start && one->block_tables == other->block_tables && one->window == other->window && one->ahead == other->ahead && one->in_chunks == other->in_chunks &&
            one->heads == other->heads && one->kv_heads == other->kv_heads && one->block_size == other->block_size &&
            one->value_dim == other->value_dim;
 }

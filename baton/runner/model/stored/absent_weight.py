@@ -1,0 +1,38 @@
+"""What modules find in the place of a weight that is packed, in its file, or divided among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+
+class AbsentWeight(torch.Tensor):
+    """Stands for a weight that is held otherwise: it has a shape, a dtype and a device, but no numbers."""
+
+    answers: Mapping[Callable[..., Any], Callable[..., Any]]
+    """What computes the calls that need numbers, by torch's function. Any other raises TypeError."""
+
+    @staticmethod
+    def of(like: torch.Tensor, answers: Mapping[Callable[..., Any], Callable[..., Any]]) -> AbsentWeight:
+        """`like`: one number, expanded to the shape of the weight."""
+        absent = like.as_subclass(AbsentWeight)
+        absent.answers = answers
+        return absent
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            absent = next((arg for arg in args if isinstance(arg, AbsentWeight)), None)
+            if absent is not None and func in absent.answers:
+                return absent.answers[func](*args, **(kwargs or {}))
+            if func.__name__ != "__get__":
+                raise TypeError(f"{func.__name__} needs the numbers of a weight that Baton holds in its own form")
+            return func(*args, **(kwargs or {}))

@@ -209,9 +209,25 @@ _SIZES = (
 )
 """Sizes, counts and steps of at least 1, which some models lack, or name differently."""
 _LARGEST_SIZE = 1 << 27
+_MOST_STAGES = 64
+"""Entries of a list that has the number of layers of each stage of an encoder."""
 _MOST_ENTRIES = {
     **dict.fromkeys(
-        ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers", "depth"), 1 << 14
+        (
+            "num_hidden_layers",
+            "num_layers",
+            "num_decoder_layers",
+            "encoder_layers",
+            "decoder_layers",
+            "depth",
+            "depths",
+            "n_layer",
+            "n_layers",
+            "num_blocks",
+            "num_stages",
+            "num_adapter_layers",
+        ),
+        1 << 14,
     ),
     "num_labels": 1 << 20,
 }
@@ -256,8 +272,12 @@ def check_file_numbers(checkpoint: Checkpoint) -> None:
         _check_part(checkpoint, part)
     for part in _all_parts(checkpoint.config):
         for name, most in _MOST_ENTRIES.items():
-            if type(count := part.get(name)) is int and count > most:
-                raise _wrong_number(checkpoint, name, count)
+            counts = part.get(name)
+            for count in counts[:_MOST_STAGES] if isinstance(counts, list) else (counts,):
+                if type(count) is int and count > most:
+                    raise _wrong_number(checkpoint, name, count)
+            if isinstance(counts, list) and len(counts) > _MOST_STAGES:
+                raise _wrong_number(checkpoint, name, counts)
     longest_context(checkpoint.directory, checkpoint.config, 1)
     for part in parts:
         for name in _IMAGE_SIZES:
@@ -342,13 +362,14 @@ def _check_experts(checkpoint: Checkpoint, config: Any) -> None:
     num_groups = getattr(config, "n_group", None) or 1
     if num_experts % num_groups:
         raise _wrong_number(checkpoint, "n_group", num_groups)
-    for name, most in (("num_experts_per_tok", num_experts), ("topk_group", num_groups)):
+    of_experts = {"num_experts_per_tok": num_experts, "top_k_experts": num_experts, "topk_group": num_groups}
+    for name, most in of_experts.items():
         _check_count(checkpoint, name, getattr(config, name, None), most)
     sizes = getattr(config, "moe_intermediate_size", None)
     # Some models have a list: experts of texts, and of images.
     for size in sizes if isinstance(sizes, list) else (sizes,):
         _check_count(checkpoint, "moe_intermediate_size", size)
-    for name in ("n_shared_experts", "shared_expert_intermediate_size"):
+    for name in ("n_shared_experts", "shared_expert_intermediate_size", "zero_expert_num"):
         _check_count(checkpoint, name, getattr(config, name, None), least=0)
 
 

@@ -9,7 +9,7 @@ each row (`RowMatrices`). `ProductWatch` finds products that were missed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from baton.runner.backends.device import CPU
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import Weight
 from baton.runner.model.recognition import children_of, gated_activation
-from baton.runner.model.stored.absent_weight import AbsentWeight
+from baton.runner.model.stored.absent_weight import ASKED, AbsentWeight
 from baton.runner.model.stored.layers import (
     StoredEmbedding,
     StoredLinear,
@@ -63,6 +63,8 @@ class PackedLinear(nn.Module, HasProducts):
         self._packed = operations.pack(weight)
         self._packed_casts: dict[torch.dtype, Any] = {dtype: self._packed}
         """The packed weight in every dtype that the model's modules have multiplied it in."""
+        self._absent: dict[torch.dtype, AbsentWeight] = {}
+        """What stands for the weight, in every dtype that modules have asked for."""
         self._product = AdaptableProduct(operations, self._packed, self.in_features, [("", self.out_features)])
         self._bias = None if bias is None else bias.detach().clone()
 
@@ -72,6 +74,11 @@ class PackedLinear(nn.Module, HasProducts):
         return self._weight_in(self._weight_dtype)
 
     def _weight_in(self, dtype: torch.dtype) -> torch.Tensor:
+        if dtype not in self._absent:
+            self._absent[dtype] = self._absent_in(dtype)
+        return self._absent[dtype]
+
+    def _absent_in(self, dtype: torch.dtype) -> AbsentWeight:
         def product(x: torch.Tensor, _weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
             rows = x.reshape(-1, self.in_features).contiguous()
             out = self._product.linear(rows, bias, packed=self._packed_in(dtype))
@@ -134,16 +141,11 @@ class PackedEmbedding(nn.Module):
 
 
 class InterceptedWeight(torch.Tensor):
-    """A weight that a module passes to `F.linear` itself: that call runs Baton's product, all others see a tensor.
-
-    Of a stack of weights, [experts, N, K], each is one.
-    """
+    """A weight that a module passes to `F.linear` itself: that call runs Baton's product, all others see a tensor."""
 
     product: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
     cast: Callable[[torch.dtype], torch.Tensor]
     adaptable: AdaptableProduct
-    stacked: Callable[[bool], Sequence[PackedLinear]]
-    """Of a stack: its weights, or with True their transposes, as layers."""
 
     @staticmethod
     def of(
@@ -171,21 +173,6 @@ class InterceptedWeight(torch.Tensor):
         intercepted.product = product
         return intercepted
 
-    @staticmethod
-    def of_stack(weights: torch.Tensor, operations: Operations) -> InterceptedWeight:
-        """The weights [experts, N, K] of a module that passes them to `F.linear` one by one, or those [experts, K, N]
-        of one that passes all of them to `torch.bmm`. They are packed when it does."""
-        plain = weights.detach().clone()
-
-        @cache
-        def stacked(transposed: bool) -> Sequence[PackedLinear]:
-            each = (weight.T.contiguous() if transposed else weight for weight in plain)
-            return [PackedLinear(operations, weight, None, weight.dtype) for weight in each]
-
-        intercepted = plain.as_subclass(InterceptedWeight)
-        intercepted.stacked = stacked
-        return intercepted
-
     @classmethod
     def __torch_function__(
         cls,
@@ -199,15 +186,59 @@ class InterceptedWeight(torch.Tensor):
             if func is functional.linear and isinstance(args[1], InterceptedWeight):
                 bias = args[2] if len(args) > 2 else kwargs.get("bias")
                 return args[1].product(args[0], bias)
-            if func is torch.Tensor.__getitem__ and args[0].dim() == 3 and isinstance(args[1], int):
-                return args[0].stacked(False)[args[1]].weight
-            if func is torch.bmm and isinstance(args[1], InterceptedWeight):
-                layers = args[1].stacked(True)
-                return torch.stack([_without_zeros(layer, rows) for layer, rows in zip(layers, args[0], strict=True)])
             out = func(*args, **kwargs)
             if func in _CASTS and isinstance(args[0], InterceptedWeight) and isinstance(out, torch.Tensor):
                 return args[0].cast(out.dtype)
             return out
+
+
+class StackedWeights(torch.Tensor):
+    """The weights [experts, N, K] of a module that passes them to `F.linear` one by one, or [experts, K, N] of one that
+    passes all of them to `torch.bmm`: these calls run Baton's products.
+
+    The first one packs them, and from then on there are no plain numbers. Until then it is a tensor as any other, since
+    a parameter of three dimensions may be something else.
+    """
+
+    packed: tuple[bool, Sequence[PackedLinear]] | None
+    """Whether they were transposed, and a layer for each; None: no call has asked for one."""
+    operations: Operations
+
+    @staticmethod
+    def of(weights: torch.Tensor, operations: Operations) -> StackedWeights:
+        stacked = weights.detach().clone().as_subclass(StackedWeights)
+        stacked.packed, stacked.operations = None, operations
+        return stacked
+
+    def _layers(self, transposed: bool) -> Sequence[PackedLinear]:
+        if self.packed is None:
+            plain = self.as_subclass(torch.Tensor)
+            each = (weight.T.contiguous() if transposed else weight for weight in plain)
+            self.packed = transposed, [PackedLinear(self.operations, weight, None, weight.dtype) for weight in each]
+            self.data = plain.new_empty(()).expand(plain.shape)
+        if self.packed[0] != transposed:
+            raise TypeError(
+                "a stack of weights is multiplied one by one and all at once, and is packed for one of both"
+            )
+        return self.packed[1]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.Tensor.__getitem__ and isinstance(args[1], int) and args[0].dim() == 3:
+                return args[0]._layers(False)[args[1]].weight
+            if func is torch.bmm and isinstance(args[1], StackedWeights):
+                layers = args[1]._layers(True)
+                return torch.stack([_without_zeros(layer, rows) for layer, rows in zip(layers, args[0], strict=True)])
+            if func not in ASKED and any(isinstance(arg, StackedWeights) and arg.packed is not None for arg in args):
+                raise TypeError(f"{func.__name__} needs the numbers of weights that Baton holds in its own form")
+            return func(*args, **(kwargs or {}))
 
 
 def _without_zeros(layer: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
@@ -387,7 +418,7 @@ def replace_products(
                 held[name] = weight.adaptable
             elif parameter.dim() == 3 and not isinstance(part, nn.Conv1d):
                 delattr(part, name)
-                object.__setattr__(part, name, InterceptedWeight.of_stack(parameter, operations))
+                object.__setattr__(part, name, StackedWeights.of(parameter, operations))
         if any(held.values()):
             hold_parameters(part, held)
     # The other parameters (embeddings, norms) are in the mapped file; copies let its pages be unmapped.
@@ -426,8 +457,9 @@ class RowMatrices(TorchFunctionMode):
     """While active, products of each row with a small matrix of its own, [1, T, M, K] and [1, T, K, N] to [1, T, M, N],
     add in the order of K, in float32: torch's order may depend on the number of rows."""
 
+    _PRODUCTS = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__})
     _LARGEST = 16
-    """Larger ones would take longer than torch's; they are left to it, and found by `ProductWatch`."""
+    """The most numbers of a sum. More would take longer than in torch: they are left to it, as `ProductWatch` finds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -436,7 +468,7 @@ class RowMatrices(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is not torch.matmul or not self._are_small(*args):
+        if func not in self._PRODUCTS or kwargs or not self._are_small(*args):
             return func(*args, **(kwargs or {}))
         self.has_any = True
         one, other = args[0].float(), args[1].float()

@@ -190,7 +190,7 @@ def _leave_out(model: Any) -> tuple[str, ...]:
     if len(kept) < 2 or decoder is model or any(part is head for part in decoder.modules()):
         raise ConfigError(
             f"the text part of {type(model).__name__} can't be taken out of it, so models of type "
-            f"{model.config.model_type!r} are not supported"
+            f"{model.config.model_type!r} are not supported; {what_instead(model.config.model_type)}"
         )
     left: list[str] = []
     for path in [f"{path}." for path, _ in model.named_modules() if path]:
@@ -223,6 +223,7 @@ def text_part_of(model: Any) -> nn.Module:
     would, so both ways are tried. Raises ConfigError for a model that makes its logits in a third way.
     """
     refusal = f"models of type {model.config.model_type!r} are not supported: {type(model).__name__} "
+    instead = what_instead(model.config.model_type)
     try:
         expected = _logits_behind_decoder(model, model.get_decoder())
         for make in (TextPart, _causal_model_of):
@@ -232,8 +233,9 @@ def text_part_of(model: Any) -> nn.Module:
                 return part
     # transformers has no list of what it raises.
     except Exception as error:
-        raise ConfigError(f"{refusal}fails with a text alone ({type(error).__name__}: {first_line(error)})") from error
-    raise ConfigError(f"{refusal}makes its logits of a text otherwise than its decoder and its head do")
+        said = f"{type(error).__name__}: {first_line(error)}"
+        raise ConfigError(f"{refusal}fails with a text alone ({said}); {instead}") from error
+    raise ConfigError(f"{refusal}makes its logits of a text otherwise than its decoder and its head do; {instead}")
 
 
 def _causal_model_of(model: Any) -> Any:

@@ -396,7 +396,7 @@ class Transformer(CachedModel):
         bind(self._module, EchoAttention(), self._operations.ranks)
         token_ids, places, rows = self._probe_rows()
         self._before = before = TokensBefore()
-        # Layers that ask more of a cache do without it.
+        # Layers that ask more of a cache do without it: opt's make a mask of the number, which no attention sees.
         with suppress(AttributeError, TypeError, ValueError, RuntimeError, IndexError), torch.inference_mode():
             self._forward(token_ids, places, rows, self._probe_received(rows.shape[0]))
             return before if before.was_asked else None

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from baton.errors import ConfigError
 from baton.model_formats.limits import longest_context
+from baton.model_formats.model_types import what_instead
 from baton.runner.backends.device import CPU
 from baton.runner.backends.operations import Operations
 from baton.runner.model.checkpoint import Checkpoint, check_numbers, open_checkpoint
@@ -201,7 +202,10 @@ def load_model(directory: Path, how: WeightSpec, device: torch.device = CPU) -> 
     except SafetensorError as error:
         raise ConfigError(f"the weights in {directory} can't be read ({first_line(error)}); copy them again") from error
     except ImportError as error:
-        raise ConfigError(f"{directory} needs a library that Baton does not use ({first_line(error)})") from error
+        instead = what_instead(checkpoint.model_type)
+        raise ConfigError(
+            f"{directory} needs a library that Baton does not use ({first_line(error)}); {instead}"
+        ) from error
     except (UnusableWeight, DuplicateTensor) as error:
         raise ConfigError(f"the weights in {directory} can't be used: {error}") from error
     except Exception as error:

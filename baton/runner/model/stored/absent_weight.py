@@ -7,9 +7,14 @@ from typing import Any
 
 import torch
 
+ASKED = frozenset(
+    getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")
+)
+"""What needs no numbers."""
+
 
 class AbsentWeight(torch.Tensor):
-    """Stands for a weight that is held otherwise: it has a shape, a dtype and a device, but no numbers."""
+    """Stands for a weight that is held otherwise: modules may ask what they ask of a weight, but it has no numbers."""
 
     answers: Mapping[Callable[..., Any], Callable[..., Any]]
     """What computes the calls that need numbers, by torch's function. Any other raises TypeError."""
@@ -33,6 +38,6 @@ class AbsentWeight(torch.Tensor):
             absent = next((arg for arg in args if isinstance(arg, AbsentWeight)), None)
             if absent is not None and func in absent.answers:
                 return absent.answers[func](*args, **(kwargs or {}))
-            if func.__name__ != "__get__":
+            if func not in ASKED:
                 raise TypeError(f"{func.__name__} needs the numbers of a weight that Baton holds in its own form")
             return func(*args, **(kwargs or {}))

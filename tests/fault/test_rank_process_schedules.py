@@ -35,7 +35,14 @@ from tests.support.cut_connections import cut_connections_between, cut_descripto
 from tests.support.handoff_failpoints import RECEIVER, SENDER
 from tests.support.process_cluster import BOUND_S, ClusterSession, process_cluster
 from tests.support.process_counts import holdings
-from tests.support.rank_processes import alive, channel_of, orphaned_segments, rank_processes, wait_until_gone
+from tests.support.rank_processes import (
+    alive,
+    channel_of,
+    orphaned_segments,
+    rank_processes,
+    require_none_orphaned,
+    wait_until_gone,
+)
 from tests.support.requested_fault import RequestedFault
 from tests.support.seeds import named_seed, seeds_from_first
 from tests.support.tiny_models import TINY_MODELS
@@ -314,7 +321,7 @@ def nothing_is_left() -> Iterator[set[int]]:
     before, processes = orphaned_segments(), set[int]()
     yield processes
     wait_until_gone(processes)
-    assert orphaned_segments() <= before
+    require_none_orphaned(before)
 
 
 @pytest.mark.timeout(200 + 30 * NUM_SCHEDULES)
@@ -347,7 +354,7 @@ async def test_streams_go_on_and_nothing_of_a_lost_rank_is_left(
                 schedule = Schedule(seed, nodes, asked, failpoints_dir)
                 with named_seed(seed):
                     await schedule.run()
-                assert orphaned_segments() <= began
+                require_none_orphaned(began)
                 processes |= nodes.ranks_seen
                 seen += schedule.seen
             await nodes.wait_until_whole()

@@ -80,6 +80,21 @@ def orphaned_segments() -> set[str]:
     return {name for name in names if str(SHARED_MEMORY / name) not in used}
 
 
+_LOOKS = 1000
+"""At /dev/shm and all processes, each of which takes some milliseconds."""
+
+
+def require_none_orphaned(before: set[str]) -> None:
+    """Assert that no segments are orphaned but those of `before`.
+
+    One that a process of another test is just making is nobody's for a moment.
+    """
+    for _ in range(_LOOKS):
+        if orphaned_segments() <= before:
+            return
+    assert orphaned_segments() <= before
+
+
 def _files_of(pid: str) -> Iterator[str]:
     # Processes of others may not be looked into, and any may end meanwhile.
     with suppress(OSError):

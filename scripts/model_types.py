@@ -86,7 +86,7 @@ def results(report: Path) -> tuple[dict[str, list[str]], list[str]]:
             found[of_type].append(way)
         elif skipped is not None and skipped.attrib["message"].startswith("it is refused"):
             unclaimed[of_type].add(way)
-    # Of several models of a type all must go this way.
+    # A way counts only if all models of a type go it.
     return {name: [way for way in ways if way not in unclaimed[name]] for name, ways in found.items()}, failed
 
 

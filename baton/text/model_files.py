@@ -32,7 +32,7 @@ def read_model_files(model_dir: Path) -> ModelFiles:
     config = _read_json(model_dir / "config.json", model_dir)
     text = config.get("text_config") or config
     # A part may lack what transformers has by default, which nodes know: until they have said it, nothing is refused.
-    most_tokens, most_words = (LONGEST_CONTEXT, LARGEST_VOCABULARY) if text is not config else (0, 0)
+    most_tokens, most_words = (LONGEST_CONTEXT, LARGEST_VOCABULARY) if text is not config else (None, None)
     source = read_encoder_decoder(model_dir, config)
     longest = ("max_position_embeddings", "n_positions", "n_ctx")
     return ModelFiles(
@@ -82,12 +82,12 @@ def _read_json(path: Path, model_dir: Path) -> Mapping[str, Any]:
     return read_object(path)
 
 
-def _positive(config: Mapping[str, Any], names: tuple[str, ...], model_dir: Path, default: int) -> int:
-    """The number of the first of these names. `default`: for a configuration that has none of them; 0: it must."""
+def _positive(config: Mapping[str, Any], names: tuple[str, ...], model_dir: Path, default: int | None) -> int:
+    """The number of the first of these names. `default`: for a configuration that has none of them; None: it must."""
     for name in names:
         value = config.get(name)
         if isinstance(value, int) and value > 0:
             return value
-    if default and not any(name in config for name in names):
+    if default is not None and not any(name in config for name in names):
         return default
     raise ConfigError(f"{model_dir / 'config.json'} has no {names[0]}")

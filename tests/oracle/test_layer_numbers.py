@@ -137,7 +137,7 @@ def test_a_wrong_number_of_some_layers_is_refused(tmp_path: Path, field: str, nu
     write_random_model(tmp_path, config, seed=5)
     path = tmp_path / "config.json"
     written = json.loads(path.read_text())
-    # As released checkpoints have it; transformers writes what it makes of these numbers.
+    # Released checkpoints lack it; transformers writes what it makes of these numbers.
     del written["per_layer_config"]
     path.write_text(json.dumps({**written, **config, field: number}))
     with pytest.raises(ConfigError, match=f"{tmp_path.name} has {field} {number} in its config.json"):

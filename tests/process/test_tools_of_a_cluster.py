@@ -127,7 +127,7 @@ def test_a_response_has_the_call_of_the_chat_and_goes_on_from_it(client: OpenAI)
 def test_a_call_that_is_demanded_of_a_message_is_the_chats(client: OpenAI, url: str) -> None:
     from anthropic import Anthropic
 
-    # Of the tool that takes nothing a message has to say so, and its prompt is another one.
+    # A message has to say that a tool takes nothing, so with the other tool its prompt is another one.
     tools = TOOLS[:1]
     fields = asked(client, tools=tools, tool_choice=NAMED, parallel_tool_calls=False)
     calls = client.chat.completions.create(**fields).choices[0].message.tool_calls

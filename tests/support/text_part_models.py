@@ -129,7 +129,7 @@ TEXT_PART_MODELS: Mapping[str, Mapping[str, Any]] = {
         "audio_config": {**_SPEECH, "intermediate_size": 128, "num_mel_bins": 16},
     },
 }
-"""Those whose text is served, with every way in which transformers makes logits of it."""
+"""The models whose text is served, with every way in which transformers makes logits of it."""
 # Tokens that no prompt and no output can have: the whole models put other rows in their places.
 _OUTSIDE = {name: 256 + place for place, name in enumerate(("image", "video", "audio"))}
 TEXT_PART_MODELS = {

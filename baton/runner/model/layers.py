@@ -25,7 +25,7 @@ from baton.runner.backends.device import CPU
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import Weight
 from baton.runner.model.recognition import children_of, gated_activation
-from baton.runner.model.stored.absent_weight import ASKED, AbsentWeight
+from baton.runner.model.stored.absent_weight import AbsentWeight, without_numbers
 from baton.runner.model.stored.layers import (
     StoredEmbedding,
     StoredLinear,
@@ -217,9 +217,7 @@ class StackedWeights(torch.Tensor):
             self.packed = transposed, [PackedLinear(self.operations, weight, None, weight.dtype) for weight in each]
             self.data = plain.new_empty(()).expand(plain.shape)
         if self.packed[0] != transposed:
-            raise TypeError(
-                "a stack of weights is multiplied one by one and all at once, and is packed for one of both"
-            )
+            raise TypeError("a stack of weights is multiplied one by one and all at once; it is packed for one of both")
         return self.packed[1]
 
     @classmethod
@@ -236,8 +234,8 @@ class StackedWeights(torch.Tensor):
             if func is torch.bmm and isinstance(args[1], StackedWeights):
                 layers = args[1]._layers(True)
                 return torch.stack([_without_zeros(layer, rows) for layer, rows in zip(layers, args[0], strict=True)])
-            if func not in ASKED and any(isinstance(arg, StackedWeights) and arg.packed is not None for arg in args):
-                raise TypeError(f"{func.__name__} needs the numbers of weights that Baton holds in its own form")
+            if any(isinstance(arg, StackedWeights) and arg.packed is not None for arg in args):
+                return without_numbers(func, args, kwargs)
             return func(*args, **(kwargs or {}))
 
 

@@ -8,7 +8,7 @@ parts are left out before they have memory, and what remains must compute logits
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -66,8 +66,16 @@ def classifier_class(model_class: Any, config: Any, architectures: Mapping[str, 
         size = self.get_output_embeddings().in_features
         self.set_output_embeddings(nn.Linear(size, len(labels), bias=False))
 
-    members = {"__init__": build, "__module__": model_class.__module__, "_tied_weights_keys": {}, "has_labels": True}
-    return type(model_class.__name__, (model_class,), members)
+    return derived_class(model_class, build, _tied_weights_keys={}, has_labels=True)
+
+
+def derived_class(model_class: Any, build: Callable[..., None], **members: Any) -> Any:
+    """A class of models that `build` makes, with these further members.
+
+    Name and module are the model's, since transformers looks its table of conversions up by them.
+    """
+    own = {"__init__": build, "__module__": model_class.__module__, **members}
+    return type(model_class.__name__, (model_class,), own)
 
 
 def with_head_renamed(skeleton: Any, tensors: Mapping[str, T]) -> Mapping[str, T]:
@@ -180,7 +188,7 @@ def with_text_alone(model_class: Any) -> Any:
         model_class.__init__(self, config, *arguments, **named)
         self.left_out = _leave_out(self)
 
-    return type(model_class.__name__, (model_class,), {"__init__": build, "__module__": model_class.__module__})
+    return derived_class(model_class, build)
 
 
 def _leave_out(model: Any) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from baton.runner.model.checkpoint import Checkpoint, check_numbers, open_checkp
 from baton.runner.model.layers import EXPERTS_NAME
 from baton.runner.model.model_classes import (
     attention_of,
+    derived_class,
     divide_image_model,
     first_line,
     has_other_parts,
@@ -344,8 +345,7 @@ def _class_with(plan: WeightPlan, model_class: Any, dtype: torch.dtype, device: 
         model_class.__init__(self, config, *arguments, **named)
         plan.install(self, dtype, device)
 
-    # Name and module are the model's, since transformers looks its table of conversions up by them.
-    return type(model_class.__name__, (model_class,), {"__init__": build, "__module__": model_class.__module__})
+    return derived_class(model_class, build)
 
 
 def _weights(plan: WeightPlan, module: nn.Module, weight_format: WeightFormat | None, how: WeightSpec) -> ModelWeights:

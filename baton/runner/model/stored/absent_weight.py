@@ -7,10 +7,17 @@ from typing import Any
 
 import torch
 
-ASKED = frozenset(
+_ASKED = frozenset(
     getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")
 )
 """What needs no numbers."""
+
+
+def without_numbers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
+    """What a function of torch gives for a weight that has no numbers. Raises TypeError if it needs them."""
+    if func not in _ASKED:
+        raise TypeError(f"{func.__name__} needs the numbers of a weight that Baton holds in its own form")
+    return func(*args, **(kwargs or {}))
 
 
 class AbsentWeight(torch.Tensor):
@@ -38,6 +45,4 @@ class AbsentWeight(torch.Tensor):
             absent = next((arg for arg in args if isinstance(arg, AbsentWeight)), None)
             if absent is not None and func in absent.answers:
                 return absent.answers[func](*args, **(kwargs or {}))
-            if func not in ASKED:
-                raise TypeError(f"{func.__name__} needs the numbers of a weight that Baton holds in its own form")
-            return func(*args, **(kwargs or {}))
+            return without_numbers(func, args, kwargs)

@@ -102,6 +102,7 @@ def scheduler_config(config: NodeConfig, runner: ModelRunner) -> SchedulerConfig
     return SchedulerConfig(
         num_blocks=runner.memory.num_blocks,
         windows=runner.layout.windows,
+        keeps_states=runner.layout.keeps_states,
         policy=config.scheduling_policy,
         num_host_blocks=runner.num_host_blocks,
         speculation=_speculation(config),

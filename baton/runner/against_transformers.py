@@ -138,6 +138,9 @@ class TransformersLogits:
         whole, parts = (check_state(name, tokens, 1 + number * blocks, blocks) for number, name in enumerate("wp"))
         behind = check_state("behind", tokens, 1, blocks)
         behind.num_computed_tokens = min(_CONTEXT, count - 1)
+        if transformer.layout.keeps_states:
+            # They are there behind whole stripes, and behind the last token.
+            behind.num_computed_tokens = (count - 1) // transformer.layout.block_size * transformer.layout.block_size
         differences = {
             "at once": self._difference(transformer, whole, (count,)),
             "in pieces": self._difference(transformer, parts, _PIECES),

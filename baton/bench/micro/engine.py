@@ -21,7 +21,7 @@ from baton.bench.micro.engine_drive import EngineDrive, load_with_room
 from baton.bench.micro.engine_work import ModelWork, attention_operations, read_work
 from baton.bench.results.host import available_memory, last_level_cache, processor
 from baton.bench.results.spread import Spread
-from baton.engine.runner import KVLayout, ModelInfo
+from baton.engine.runner import KVLayout, LayerGeometry, ModelInfo
 from baton.errors import ConfigError
 from baton.runner import TorchSpec
 from baton.runner.model.checkpoint import open_checkpoint
@@ -396,7 +396,7 @@ def _attention_operations(config: EngineBenchConfig, layout: KVLayout) -> float:
     values: dict[str, Any] = dict(open_checkpoint(config.model_dir).config)
     heads = values.get("num_attention_heads") or values.get("n_head") or 1
     group = heads / (values.get("num_key_value_heads") or heads)
-    numbers = sum(layer.token_elements for layer in layout.layers)
+    numbers = sum(layer.token_elements for layer in layout.layers if isinstance(layer, LayerGeometry))
     return attention_operations(config.context_tokens, numbers * group)
 
 

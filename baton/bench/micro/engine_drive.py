@@ -51,6 +51,7 @@ def engine_core(
         num_blocks=runner.memory.num_blocks,
         block_size=runner.layout.block_size,
         windows=runner.layout.windows,
+        keeps_states=runner.layout.keeps_states,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         max_model_len=runner.model.max_model_len,

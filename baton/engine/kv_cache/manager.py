@@ -48,10 +48,14 @@ class KVCacheManager:
         block_size: int,
         *,
         windows: Sequence[int | None] = (None,),
+        keeps_states: bool = False,
         enable_caching: bool,
         host: HostTier | None = None,
     ) -> None:
-        """`windows`: for each group of layers, how many keys its queries see, themselves included; None: all."""
+        """`windows`: for each group of layers, how many keys its queries see, themselves included; None: all.
+        `keeps_states`: whether some groups have states, which are there behind the last token of each stripe that was
+        computed, and behind no token before it."""
+        self._keeps_states = keeps_states
         self.pool = pool
         self.host = host
         self.block_size = block_size
@@ -98,13 +102,15 @@ class KVCacheManager:
         """Whether a request has a block table."""
         return request_id in self._tables
 
-    def shared_prefix(self, request_id: str, num_tokens: int) -> ComputedBlocks | None:
+    def shared_prefix(self, request: Request, num_tokens: int) -> ComputedBlocks | None:
         """The first `num_tokens` computed tokens of a live request, for another request that begins with these tokens.
 
         Full blocks are shared; a partly filled stripe is copied. None: the live request has already dropped KV that the
-        other one's next query sees, or never had it.
+        other one's next query sees, or never had it, or its states are those behind further tokens.
         """
-        blocks, groups = self._tables[request_id].blocks, self.num_groups
+        if self._keeps_states and num_tokens % self.block_size and request.num_computed_tokens != num_tokens:
+            return None
+        blocks, groups = self._tables[request.request_id].blocks, self.num_groups
         full = num_tokens // self.block_size * groups
         end = full + groups if num_tokens % self.block_size else full
         for group, window in self._groups.windows:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from baton.engine.runner import KVLayout, LayerGeometry
+from baton.engine.runner import STATE_WINDOW, KVLayout, LayerGeometry, LayerState
 from baton.errors import ConfigError
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures, StepLayout
 from baton.runner.backends.cpu.kernels.attention import BFLOAT16_BYTES
@@ -23,6 +23,7 @@ from baton.runner.backends.operations import Operations
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.ranks.ranks import ONE_RANK, Ranks
 from baton.runner.model.checkpoint import configs_of_layers
+from baton.runner.model.states.keepers import EchoStates, KeepStates, PagedStates, ProbeStates, StatesOfOwnParts
 from baton.runner.parts import OwnHeads, Shard
 
 ATTENTION_NAME = "baton_paged"
@@ -80,10 +81,18 @@ class Attend(Protocol):
     ) -> torch.Tensor: ...
 
 
-def cache_views(memory: torch.Tensor, layout: KVLayout, shard: Shard) -> list[CacheView]:
+class AttendOrKeep(Attend, Protocol):
+    """Computes one layer's attention, or what it asks for of the state that it keeps instead."""
+
+    @property
+    def states(self) -> KeepStates: ...
+
+
+def cache_views(memory: torch.Tensor, layout: KVLayout, shard: Shard) -> dict[int, CacheView]:
     """Each layer's view of the blocks of its group, in a flat block-major cache [num_blocks * block_elements].
 
-    A view has the key/value heads of the shard. A cache in 8 bits is int8 memory, also for fp8.
+    Layers that keep a state have none. A view has the key/value heads of the shard. A cache in 8 bits is int8 memory,
+    also for fp8.
     """
     if layout.dtype == "fp8":
         memory = memory.view(torch.float8_e4m3fn)
@@ -92,6 +101,8 @@ def cache_views(memory: torch.Tensor, layout: KVLayout, shard: Shard) -> list[Ca
         offset = 0
         for index in group.layers:
             layer = layout.layers[index]
+            if isinstance(layer, LayerState):
+                break  # and so are all others of the group
             heads = shard.kv_heads(layer.num_kv_heads)
             first = heads.start
             size, all_heads = layout.block_size, layer.num_kv_heads
@@ -110,7 +121,7 @@ def cache_views(memory: torch.Tensor, layout: KVLayout, shard: Shard) -> list[Ca
                 heads_of_block=all_heads,
             )
             offset += layout.layer_elements(index)
-    return [views[index] for index in range(layout.num_layers)]
+    return views
 
 
 class PagedAttention:
@@ -121,12 +132,13 @@ class PagedAttention:
         one in `layout`."""
         self._operations = operations
         views = cache_views(memory, layout, operations.ranks.shard)
-        self._caches = dict(enumerate(views, first_layer))
+        self._caches = {first_layer + layer: view for layer, view in views.items()}
         self._groups = {
             first_layer + layer: index for index, group in enumerate(layout.groups) for layer in group.layers
         }
         self.layout: StepLayout | None = None
         """The step that is being computed; None between steps."""
+        self.states = PagedStates(operations, memory, layout, first_layer, lambda: self.layout)
 
     def attend(
         self,
@@ -177,10 +189,20 @@ class ProbeAttention:
     Raises UnsupportedAttention for a layer that calls it twice.
     """
 
+    def found(self) -> tuple[dict[int, LayerGeometry | LayerState], dict[int, int | None]]:
+        """What each layer has in the cache, and its window. Raises UnsupportedAttention for one that has both kinds."""
+        if both := sorted(self.layers.keys() & self.states.layers.keys()):
+            raise UnsupportedAttention(
+                f"its layer {both[0]} has keys and a state, and the cache has room for one of them in each layer"
+            )
+        of_states = dict.fromkeys(self.states.layers, STATE_WINDOW)
+        return {**self.layers, **self.states.layers}, {**self.windows, **of_states}
+
     layers: dict[int, LayerGeometry] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
     have_sinks: bool = False
     """Whether any layer has attention sinks."""
+    states: ProbeStates = field(default_factory=ProbeStates)
 
     def attend(
         self,
@@ -208,6 +230,7 @@ class EchoAttention:
 
     def __init__(self) -> None:
         self.seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.states = EchoStates()
         self.how: AttentionParameters | None = None
 
     def attend(
@@ -232,9 +255,10 @@ class EchoAttention:
 class AttendOwnHeads:
     """Takes this rank's heads out of queries, keys and values of all heads, and gathers what all ranks attended."""
 
-    def __init__(self, attend: Attend, ranks: Ranks) -> None:
+    def __init__(self, attend: AttendOrKeep, ranks: Ranks) -> None:
         self._attend = attend
         self._ranks = ranks
+        self.states = StatesOfOwnParts(attend.states, ranks)
 
     def attend(
         self,
@@ -261,8 +285,8 @@ class AttendOwnHeads:
         return every.view(every.shape[0], query.shape[1], -1)
 
 
-def bind(module: nn.Module, attend: Attend, ranks: Ranks = ONE_RANK) -> None:
-    """Make every attention layer of a model pass its rows to `attend`: those of this rank's heads."""
+def bind(module: nn.Module, attend: AttendOrKeep, ranks: Ranks = ONE_RANK) -> None:
+    """Make every layer of a model pass its rows to `attend`: those of this rank's heads."""
     of_all_heads = attend if ranks.shard.size == 1 else AttendOwnHeads(attend, ranks)
     for part in module.modules():
         if getattr(part, "layer_idx", None) is not None:

@@ -1,8 +1,9 @@
 """What all models with a KV cache have in common: the cache's layout and memory, and the widths of rows in steps.
 
-Layers are divided into groups that share KV blocks: layers with equal windows, in groups of about one size. Blocks of
-all groups have the same size, so that one pool serves all groups (as in vLLM's hybrid KV cache manager). A group with
-fewer layers than the largest one wastes a part of its blocks, and more groups mean more blocks to manage.
+Layers are divided into groups that share KV blocks: layers with equal windows, in groups of about one size, and layers
+that keep states in groups of their own. Blocks of all groups have the same size, so that one pool serves all groups (as
+in vLLM's hybrid KV cache manager). A group with fewer bytes than the largest one wastes a part of its blocks, and more
+groups mean more blocks to manage.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, LayerGeometry, LayerGroup
+from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, LayerGeometry, LayerGroup, LayerState
 from baton.errors import ConfigError
 from baton.runner.backends.attention_call import StepLayout
 from baton.runner.backends.cuda.shared_splits import Int32Array
@@ -121,6 +123,7 @@ class CachedModel:
             block_tables=[self._tensor(tables) for tables in batch.block_tables],
             slots=[self._tensor(slots) for slots in batch.slots],
             sample_start=self._tensor(batch.sample_start),
+            kept_lens=None if batch.kept_lens is None else self._tensor(batch.kept_lens),
             sharing=[None if places is None else self._tensor(places) for places in sharing],
         )
 
@@ -212,34 +215,53 @@ def layout_of(reports: Sequence[StageReport], block_size: int, dtype: str, cache
     layers = tuple(found[index].geometry for index in sorted(found))
     if cache is None:
         return KVLayout(block_size, layers, dtype)
-    groups = group_layers(layers, {index: layer.window for index, layer in found.items()})
-    return KVLayout(block_size, layers, dtype if cache.dtype == "auto" else cache.dtype, groups)
+    whole = KVLayout(block_size, layers, dtype if cache.dtype == "auto" else cache.dtype)
+    return replace(whole, groups=group_layers(whole, {index: layer.window for index, layer in found.items()}))
 
 
-def group_layers(layers: Sequence[LayerGeometry], windows: Mapping[int, int | None]) -> tuple[LayerGroup, ...]:
-    """The groups of a model, those without a window first. `windows`: each layer's window, by the layer's index.
+def group_layers(layout: KVLayout, windows: Mapping[int, int | None]) -> tuple[LayerGroup, ...]:
+    """The groups of a model, those without a window first and states last. `windows`: of each layer, by its index.
 
     The group size is the one of least cost, where a wasted layer costs as much as a group; of two sizes with equal cost
-    the one that wastes less.
+    the one that wastes less. Of layers that keep states, a group has as many as fit into the block of the others.
     """
-    kinds: dict[int | None, list[int]] = {}
-    for layer in range(len(layers)):
-        kinds.setdefault(windows[layer], []).append(layer)
+    kinds: dict[_Kind, list[int]] = {}
+    for layer, geometry in enumerate(layout.layers):
+        window = windows[layer]
+        kind = _Kind(isinstance(geometry, LayerState), window is not None, window or 0)
+        kinds.setdefault(kind, []).append(layer)
     if len(kinds) == 1:
-        return (LayerGroup(tuple(range(len(layers))), windows[0]),)
-    ordered = sorted(kinds, key=lambda window: (window is not None, window))
+        return (LayerGroup(tuple(range(layout.num_layers)), windows[0]),)
     sizes = range(1, max(map(len, kinds.values())) + 1)
-    divisions = [[group for window in ordered for group in _cut(kinds[window], window, size)] for size in sizes]
-    waste = [_wasted_layers(groups, layers) for groups in divisions]
+    divisions = [_divided(kinds, size, layout) for size in sizes]
+    waste = [_wasted_layers(groups, layout) for groups in divisions]
     best = min(range(len(divisions)), key=lambda index: (waste[index] + len(divisions[index]), waste[index]))
     return tuple(divisions[best])
 
 
-def _cut(layers: Sequence[int], window: int | None, size: int) -> list[LayerGroup]:
-    return [LayerGroup(tuple(layers[first : first + size]), window) for first in range(0, len(layers), size)]
+class _Kind(NamedTuple):
+    """What the layers of a group have in common, in the order of groups."""
+
+    keeps_state: bool
+    has_window: bool
+    window: int
 
 
-def _wasted_layers(groups: Sequence[LayerGroup], layers: Sequence[LayerGeometry]) -> float:
+def _divided(kinds: Mapping[_Kind, Sequence[int]], size: int, layout: KVLayout) -> list[LayerGroup]:
+    """Groups of at most `size` layers of one kind, or of as many states as fit into a block of such groups."""
+    groups: list[LayerGroup] = []
+    for kind in sorted(kinds):
+        layers, count = kinds[kind], size
+        if kind.keeps_state and groups:
+            room = max(sum(map(layout.layer_elements, group.layers)) for group in groups)
+            num_groups = -(-len(layers) // max(1, room // max(map(layout.layer_elements, layers))))
+            count = -(-len(layers) // num_groups)
+        window = kind.window if kind.has_window else None
+        groups += [LayerGroup(tuple(layers[at : at + count]), window) for at in range(0, len(layers), count)]
+    return groups
+
+
+def _wasted_layers(groups: Sequence[LayerGroup], layout: KVLayout) -> float:
     """The unused part of a block, added up over all groups, in layers of average size."""
-    used = [sum(layers[layer].token_elements for layer in group.layers) for group in groups]
-    return (max(used) * len(groups) - sum(used)) * len(layers) / sum(used)
+    used = [sum(layout.layer_elements(layer) for layer in group.layers) for group in groups]
+    return (max(used) * len(groups) - sum(used)) * layout.num_layers / sum(used)

@@ -25,7 +25,7 @@ from baton.runner.model.pooling_files import classifier_labels, is_classifier, i
 from baton.runner.model.stored.plan import CheckpointNames
 
 T = TypeVar("T")
-_KINDS_OF_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_KINDS_OF_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "conv", "linear_attention"}
 """The layers that are served, by transformers' names."""
 _SCORE = "score.weight"
 """The head's weight in checkpoints of decoders with a head for labels."""
@@ -376,7 +376,8 @@ def model_class_of(checkpoint: Checkpoint, config: Any) -> Any:
     kinds = set(getattr(text_config, "layer_types", None) or ()) - _KINDS_OF_LAYERS
     if kinds:
         raise ConfigError(f"{refusal}it has layers of type {', '.join(sorted(kinds))}{instead}")
-    if not getattr(model_class, "_supports_attention_backend", False):
+    # Models with states don't say it, and then what their layers ask for decides.
+    if not (getattr(model_class, "_supports_attention_backend", False) or getattr(model_class, "_is_stateful", False)):
         raise ConfigError(f"{refusal}its attention can't be exchanged for the paged one{instead}")
     if is_part and is_classifier(checkpoint.config):
         raise ConfigError(f"{refusal}it has a head for labels{instead}")

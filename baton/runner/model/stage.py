@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from baton.engine.runner import LayerGeometry
+from baton.engine.runner import LayerGeometry, LayerState
 from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.layers import head_of
 from baton.runner.model.stored.layers import StoredEmbedding
@@ -27,7 +27,7 @@ from baton.runner.parts import Stage
 class LayerReport:
     """What a stage has found out of one of its layers."""
 
-    geometry: LayerGeometry
+    geometry: LayerGeometry | LayerState
     window: int | None
 
 
@@ -60,7 +60,7 @@ class StageReport:
         try:
             read = json.loads(text)
             layers = {
-                int(index): LayerReport(LayerGeometry(**layer["geometry"]), layer["window"])
+                int(index): LayerReport(_geometry(layer["geometry"]), layer["window"])
                 for index, layer in read.pop("layers").items()
             }
             report = cls(layers=layers, **read)
@@ -71,6 +71,10 @@ class StageReport:
             return report
         except (TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"this is no report of a stage ({error!r})") from error
+
+
+def _geometry(fields: Mapping[str, int]) -> LayerGeometry | LayerState:
+    return LayerState(**fields) if "heads" in fields else LayerGeometry(**fields)
 
 
 def reports_to_json(reports: Sequence[StageReport]) -> bytes:

@@ -49,6 +49,7 @@ from baton.runner.model.long_angles import LongAngles, replace_rotary
 from baton.runner.model.recognition import fuse
 from baton.runner.model.row_positions import TokensBefore, apart, has_grids
 from baton.runner.model.stage import ONE_STAGE, LayerReport, StageModule, StageReport, Stages, first_reason
+from baton.runner.model.states.layer_functions import keep_states_in_cache
 from baton.runner.model.stored.mapped_files import MappedFiles
 from baton.runner.model.stored.plan import CheckpointNames
 from baton.runner.model.stored.weight import UnusableWeight
@@ -106,6 +107,7 @@ class Transformer(CachedModel):
         mapped = MappedFiles(model.checkpoint.weight_files)
         self._why_not_recognised = fuse(model.module, operations, mapped.release)
         replace_products(model.module, operations, self.row_quantum, mapped.release)
+        keep_states_in_cache(model.module)
         self.adapters = ModelAdapters(
             model.module, operations, self.dtype, self.row_quantum, self.device, CheckpointNames
         )
@@ -344,13 +346,14 @@ class Transformer(CachedModel):
                 f"{self.width} {self.dtype}: they can't be handed from stage to stage"
             )
         self._output_widths = _Widths(output.hidden.shape[1], output.logits.shape[1])
-        if sorted(probe.layers) != list(self._part.own_layers):
+        layers, windows = probe.found()
+        if sorted(layers) != list(self._part.own_layers):
             raise UnsupportedAttention(
-                f"{architecture} has {len(self._part.own_layers)} layers, {len(probe.layers)} with "
-                "attention; layers without attention are not supported"
+                f"{architecture} has {len(self._part.own_layers)} layers, {len(layers)} with attention or a state; "
+                "layers without either are not supported"
             )
         require_windows(architecture, self._module.config, probe.windows)
-        reports = {index: LayerReport(geometry, probe.windows[index]) for index, geometry in probe.layers.items()}
+        reports = {index: LayerReport(geometry, windows[index]) for index, geometry in layers.items()}
         return reports, sorted(watch.missed)
 
     def _probe_received(self, num_rows: int) -> torch.Tensor | None:

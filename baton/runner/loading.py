@@ -299,6 +299,11 @@ class LoadedDraftModel:
             transformer = Transformer(loaded, operations, beside.block_size, None, beside.num_threads)
         except (UnusableWeight, UnsupportedAttention, KernelArgumentError) as error:
             raise ConfigError(f"the model in {spec.model_dir} can't draft: {error}") from error
+        if transformer.layout.keeps_states:
+            raise ConfigError(
+                f"the model in {spec.model_dir} can't draft: its layers keep states, which can't be taken back behind a "
+                "wrong draft; choose one with attention alone"
+            )
         return cls(spec, loaded, transformer)
 
     @property

@@ -33,6 +33,8 @@ class Convolution:
     bias: torch.Tensor | None
     """[W], or None."""
     activation: Literal["silu"] | None
+    width: int
+    """Columns of the whole layer, of which a rank may have some."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +48,8 @@ class RecurrentRows:
     beta: torch.Tensor | None
     scale: float
     norm_eps: float | None
+    num_heads: int
+    """H of the whole layer, of which a rank may have some."""
 
 
 class KeepStates(Protocol):
@@ -160,15 +164,15 @@ class ProbeStates:
         state = self.layers.get(layer, LayerState())
         if state.rows:
             raise UnsupportedState(f"its layer {layer} computes two convolutions, and the cache has room for one state")
-        self.layers[layer] = replace(state, rows=by.weight.shape[1] - 1, width=rows.shape[1])
+        self.layers[layer] = replace(state, rows=by.weight.shape[1] - 1, width=by.width)
         return torch.zeros_like(rows)
 
     def recur(self, layer: int, rows: RecurrentRows) -> torch.Tensor:
         state = self.layers.get(layer, LayerState())
         if state.heads:
             raise UnsupportedState(f"its layer {layer} computes two recurrences, and the cache has room for one state")
-        heads, value_dim = rows.value.shape[1:]
-        self.layers[layer] = replace(state, heads=heads, key_dim=rows.key.shape[2], value_dim=value_dim)
+        dims = {"key_dim": rows.key.shape[2], "value_dim": rows.value.shape[2]}
+        self.layers[layer] = replace(state, heads=rows.num_heads, **dims)
         return torch.zeros_like(rows.value)
 
 

@@ -64,7 +64,9 @@ def _convolve(
     """`causal_conv1d_fn`: hidden_states [1, W, T], weight [W, K] to [1, W, T]."""
     if activation not in (None, "silu", "swish"):
         raise UnsupportedState(f"its layer {layer.layer_idx} convolves with the activation {activation!r}")
-    by = Convolution(weight.detach(), None if bias is None else bias.detach(), "silu" if activation else None)
+    by = Convolution(
+        weight.detach(), None if bias is None else bias.detach(), "silu" if activation else None, weight.shape[0]
+    )
     rows = hidden_states[0].transpose(0, 1)
     return _states_of(layer).convolve(layer.layer_idx, rows, by).transpose(0, 1).unsqueeze(0)
 
@@ -89,6 +91,7 @@ def _delta_rule(
         beta[0].float(),
         query.shape[-1] ** -0.5,
         _NORM_EPS if use_qk_l2norm_in_kernel else None,
+        value.shape[2],
     )
     return _states_of(layer).recur(layer.layer_idx, rows).unsqueeze(0), None
 
@@ -112,9 +115,8 @@ def _mamba2_scan(
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
     wide = hidden_states.float()
-    rows = RecurrentRows(
-        C[0].float(), B[0].float(), (wide * dt[..., None])[0], (A.float() * dt)[0], None, scale=1.0, norm_eps=None
-    )
+    value, decay = wide * dt[..., None], A.float() * dt
+    rows = RecurrentRows(C[0].float(), B[0].float(), value[0], decay[0], None, 1.0, None, value.shape[2])
     out = _states_of(layer).recur(layer.layer_idx, rows).unsqueeze(0)
     if D is not None:
         out = out + wide * D[..., None].float()

@@ -150,7 +150,8 @@ def compute(
     config = SchedulerConfig(
         num_blocks=runner.memory.num_blocks,
         block_size=runner.layout.block_size,
-        windows=runner.layout.windows, keeps_states=runner.layout.keeps_states,
+        windows=runner.layout.windows,
+        keeps_states=runner.layout.keeps_states,
         **{"max_num_batched_tokens": 40, "max_num_seqs": 8, "max_model_len": runner.model.max_model_len, **limits},
     )
     fields = CacheKeyFields(runner.model.fingerprint, runner.layout.dtype, "test")

@@ -53,8 +53,7 @@ class KVCacheManager:
         host: HostTier | None = None,
     ) -> None:
         """`windows`: for each group of layers, how many keys its queries see, themselves included; None: all.
-        `keeps_states`: whether some groups have states, which are there behind the last token of each stripe that was
-        computed, and behind no token before it."""
+        `keeps_states`: whether some groups have states, each behind the last token of its stripe that was computed."""
         self._keeps_states = keeps_states
         self.pool = pool
         self.host = host
@@ -282,12 +281,7 @@ class KVCacheManager:
 
     def blocks_in_use(self) -> str:
         """A text that says which blocks are in use and why; empty when none is, and the prefix cache can be reset."""
-        accounts = self.pool.accounts()
-        held = [
-            (accounts.owned, "held by requests or a step that has not ended"),
-            (accounts.leased, "offered to decode nodes"),
-            (accounts.quarantined, "that a transfer may still write to"),
-        ]
+        held = self.pool.accounts().holders
         if self.host is not None:
             host = self.host.pool
             held.append((host.num_total_blocks - host.num_free_blocks, "of the host tier"))

@@ -92,8 +92,7 @@ def sub_block_rows(layout: KVLayout, division: Division, held: range | None = No
     Layers that are meant and not held have no rows. Nor have bytes that a group with few layers leaves unused at the
     end of its blocks. Raises ValueError if the tokens of a block can't be divided so.
     """
-    tokens, rest = divmod(layout.block_size, division.parts)
-    if rest:
+    if layout.block_size % division.parts:
         raise ValueError(f"a block of {layout.block_size} tokens has no {division.parts} equal parts")
     at, starts, lengths, layers, ends = 0, list[int](), list[int](), list[int](), list[int]()
     for layer in layout.groups[division.group].layers:

@@ -19,7 +19,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, LayerGeometry, LayerGroup, LayerState
+from baton.engine.runner import (
+    ELEMENT_BYTES,
+    PROBE_BLOCKS,
+    KVLayout,
+    KVMemory,
+    LayerGeometry,
+    LayerGroup,
+    LayerState,
+)
 from baton.errors import ConfigError
 from baton.runner.backends.attention_call import StepLayout
 from baton.runner.backends.cuda.shared_splits import Int32Array
@@ -36,6 +44,10 @@ from baton.runner.model.weights import DTYPES, LoadedModel
 from baton.runner.spec import CacheSpec
 from baton.runner.torch_threads import elementwise_threads
 
+_STATES_TO_KEYS = 4
+"""How many times the memory of a block's keys its states may take before blocks get more tokens."""
+_MOST_TOKENS_FOR_STATES = 512
+"""With so many tokens in a block, it gets no more for the sake of its states."""
 _VECTOR = 64
 """The most elements that one iteration of a torch elementwise kernel processes (AVX-512: two registers of bfloat16)."""
 
@@ -210,12 +222,15 @@ def cache_memory(elements: int, dtype: torch.dtype, device: torch.device, ranks:
 
 
 def layout_of(reports: Sequence[StageReport], block_size: int, dtype: str, cache: CacheSpec | None) -> KVLayout:
-    """The layout of a block of the whole model; that of a model that drafts has one group of layers."""
+    """The layout of a block of the whole model; that of a model that drafts has one group of layers.
+
+    `block_size`: tokens in a block, or twice as many several times where large states are kept.
+    """
     found = {index: layer for report in reports for index, layer in report.layers.items()}
     layers = tuple(found[index].geometry for index in sorted(found))
     if cache is None:
         return KVLayout(block_size, layers, dtype)
-    whole = KVLayout(block_size, layers, dtype if cache.dtype == "auto" else cache.dtype)
+    whole = larger_for_states(KVLayout(block_size, layers, dtype if cache.dtype == "auto" else cache.dtype))
     return replace(whole, groups=group_layers(whole, {index: layer.window for index, layer in found.items()}))
 
 
@@ -237,6 +252,26 @@ def group_layers(layout: KVLayout, windows: Mapping[int, int | None]) -> tuple[L
     waste = [_wasted_layers(groups, layout) for groups in divisions]
     best = min(range(len(divisions)), key=lambda index: (waste[index] + len(divisions[index]), waste[index]))
     return tuple(divisions[best])
+
+
+def larger_for_states(layout: KVLayout) -> KVLayout:
+    """The layout with so many tokens in a block that the states behind them cost little beside the keys.
+
+    The states of a model may take as much memory as the keys of thousands of tokens, and a block has those behind its
+    last token: so blocks of 16 tokens would keep hardly anything else. Behind a cached prefix at most a block is
+    computed again.
+    """
+    states = sum(layer.num_bytes for layer in layout.layers if isinstance(layer, LayerState))
+    while states and layout.block_size < _MOST_TOKENS_FOR_STATES:
+        elements = sum(
+            layout.layer_elements(index)
+            for index, layer in enumerate(layout.layers)
+            if isinstance(layer, LayerGeometry)
+        )
+        if states <= _STATES_TO_KEYS * elements * ELEMENT_BYTES[layout.dtype]:
+            break
+        layout = replace(layout, block_size=2 * layout.block_size)
+    return layout
 
 
 class _Kind(NamedTuple):

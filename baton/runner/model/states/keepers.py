@@ -1,4 +1,4 @@
-"""Who computes the convolutions and recurrences of layers that keep a state, as model/attention.py has it for attention:
+"""Who computes the convolutions and recurrences of layers that keep a state, as model/attention.py has for attention:
 first a `ProbeStates`, which only looks at shapes, then the `PagedStates` of the step.
 """
 

@@ -82,7 +82,7 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`torch_chunk_gated_delta_rule`: query and key [1, T, G, DK], value [1, T, H, DV], g [1, T, H] or [1, T, H, DK]."""
+    """`torch_chunk_gated_delta_rule`: query, key [1, T, G, DK], value [1, T, H, DV], g [1, T, H] or [1, T, H, DK]."""
     rows = RecurrentRows(
         query[0],
         key[0],

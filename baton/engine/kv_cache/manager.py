@@ -60,6 +60,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.num_groups = len(windows)
         self._groups = CacheGroups(pool, block_size, windows)
+        self.has_windows = bool(self._groups.windows)
         self._hasher = hasher
         self._enable_caching = enable_caching
         self._tables: dict[str, BlockTable] = {}
@@ -150,9 +151,7 @@ class KVCacheManager:
             missing = num_entries - len(computed.blocks)
         unseen: Collection[int] = ()
         if num_external_tokens and self._groups.windows:
-            unseen = self._groups.unseen_entries(
-                range(num_entries - missing, num_entries), request.num_submitted_tokens
-            )
+            unseen = self._groups.unseen_entries(range(num_entries - missing, num_entries), self.next_query(request))
             missing -= len(unseen)
         if missing + len(self._groups.without_null(table.blocks if table is not None else list(computed.blocks))) > (
             self.pool.num_total_blocks
@@ -233,10 +232,6 @@ class KVCacheManager:
         num_slots = num_stripes * self.block_size - request.num_computed_tokens
         return Growth(min(num_tokens, num_slots), [block.block_id for block in taken])
 
-    @property
-    def has_windows(self) -> bool:
-        return bool(self._groups.windows)
-
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Enter the full blocks of the first `num_computed_tokens` tokens, which have KV, into the prefix cache."""
         table = self._tables[request.request_id]
@@ -316,18 +311,22 @@ class KVCacheManager:
         return [block.block_id for block in table.blocks] if table is not None else []
 
     def submitted_block_ids(self, request: Request) -> list[int]:
-        """The block ids of the submitted tokens, with the null block for entries that no later query sees.
-
-        Later queries begin at the last submitted token, which the other node may compute again.
-        """
+        """The block ids of the submitted tokens, with the null block for entries that no query from `next_query` on
+        sees."""
         num_entries = -(-request.num_submitted_tokens // self.block_size) * self.num_groups
         table = self._tables.get(request.request_id)
         block_ids = [block.block_id for block in table.blocks[:num_entries]] if table is not None else []
         if not self._groups.windows:
             return block_ids
-        for entry in self._groups.unseen_entries(range(len(block_ids)), request.num_submitted_tokens):
+        for entry in self._groups.unseen_entries(range(len(block_ids)), self.next_query(request)):
             block_ids[entry] = self.pool.null_block.block_id
         return block_ids
+
+    def next_query(self, request: Request) -> int:
+        """The position from which on queries may follow where the submitted tokens have KV: that of the last token,
+        which other sequences compute again. These find no states behind the token before it, but behind a block."""
+        last = request.num_submitted_tokens - 1
+        return last // self.block_size * self.block_size if self._keeps_states and request.has_several else last
 
     def free(self, request_id: str) -> None:
         """Free a live request's blocks, on the device or in the host tier; does nothing when it has none."""

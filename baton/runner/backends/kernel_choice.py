@@ -16,6 +16,7 @@ from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.operations import Activation, Operations
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.ranks.ranks import ONE_RANK, Ranks
+from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.backends.weight_rows import Weight, read_weight
 
@@ -83,6 +84,12 @@ class CompiledOperations:
 
     def paged_attention(self, call: AttentionCall) -> torch.Tensor:
         return kernels.paged_attention(call, threads=self.num_threads)
+
+    def convolve(self, call: ConvolutionCall) -> torch.Tensor:
+        return kernels.convolve(call, threads=self.num_threads)
+
+    def recur(self, call: RecurrenceCall) -> torch.Tensor:
+        return kernels.recur(call, threads=self.num_threads)
 
 
 def choose_operations(num_threads: int, device: torch.device = CPU) -> Operations:

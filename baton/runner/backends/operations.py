@@ -16,6 +16,7 @@ from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.ranks.ranks import Ranks
+from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall
 from baton.runner.backends.weight_rows import Weight
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -121,5 +122,20 @@ class Operations(Protocol):
         """Attention of the call's query [T, H, KD] over the cache: [T, H, VD].
 
         Raises KernelArgumentError for biases of distances that don't fit.
+        """
+        ...
+
+    def convolve(self, call: ConvolutionCall) -> torch.Tensor:
+        """The convolution of the call's rows [T, W]: [T, W] in their dtype; writes the states behind them.
+
+        Raises KernelArgumentError, and writes nothing, for arguments that don't fit, and for block tables that name no
+        block with the state from which a sequence goes on.
+        """
+        ...
+
+    def recur(self, call: RecurrenceCall) -> torch.Tensor:
+        """The outputs [T, H, DV] of the call's recurrence in the rows' dtype; writes the states behind the rows.
+
+        Raises KernelArgumentError as `convolve`; DK and DV are from 1 to 512.
         """
         ...

@@ -147,6 +147,8 @@ class ShardedOperations:
         self.rotate = inner.rotate
         self.store_kv = inner.store_kv
         self.paged_attention = inner.paged_attention
+        self.convolve = inner.convolve
+        self.recur = inner.recur
 
     def numerics(self) -> str:
         return self._inner.numerics()

@@ -120,6 +120,35 @@ class KernelAttentionCall(ctypes.Structure):
     ]
 
 
+class States(ctypes.Structure):
+    """Where one layer's states are, and the rows of a step (`struct states` of csrc/kernels.h)."""
+
+    _fields_ = [
+        *_fields(_POINTER, "memory query_start seq_lens block_tables kept_lens"),
+        *_fields(_INT64, "num_blocks block_stride offset block_size rows num_seqs table_width table_stride"),
+    ]
+
+
+class KernelConvolutionCall(ctypes.Structure):
+    _fields_ = [
+        ("states", States),
+        *_fields(_POINTER, "x out weight bias"),
+        *_fields(_INT64, "columns taps x_stride out_stride columns_per_task"),
+        ("has_silu", _INT),
+    ]
+
+
+class KernelRecurrenceCall(ctypes.Structure):
+    _fields_ = [
+        ("states", States),
+        *_fields(_POINTER, "query key value out decay beta"),
+        *_fields(_INT64, "query_stride key_stride value_stride out_stride decay_stride beta_stride"),
+        *_fields(_INT64, "heads groups key_dim value_dim columns_per_task"),
+        *_fields(_FLOAT, "scale norm_eps"),
+        *_fields(_INT, "decay_per_key has_norm"),
+    ]
+
+
 class TakeRowsCall(ctypes.Structure):
     _fields_ = [*_fields(_POINTER, "x out index"), *_fields(_INT64, "rows row_bytes x_stride")]
 
@@ -205,6 +234,9 @@ _STRUCTURES: dict[str, type[ctypes.Structure | ctypes.Union]] = {
     "rotate_call": RotateCall,
     "store_call": StoreCall,
     "attention_call": KernelAttentionCall,
+    "states": States,
+    "convolution_call": KernelConvolutionCall,
+    "recurrence_call": KernelRecurrenceCall,
     "take_rows_call": TakeRowsCall,
     "barrier_call": BarrierCall,
     "call": Call,

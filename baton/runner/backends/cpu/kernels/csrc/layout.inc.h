@@ -75,6 +75,27 @@ static const struct layout_entry layout[] = {
     FIELD(attention_call, window), FIELD(attention_call, ahead), FIELD(attention_call, in_chunks), FIELD(attention_call, num_distances),
     FIELD(attention_call, scale), FIELD(attention_call, softcap), FIELD(attention_call, format),
 
+    WHOLE(struct states, "states"),
+    FIELD(states, memory), FIELD(states, query_start), FIELD(states, seq_lens), FIELD(states, block_tables),
+    FIELD(states, kept_lens), FIELD(states, num_blocks), FIELD(states, block_stride), FIELD(states, offset),
+    FIELD(states, block_size), FIELD(states, rows), FIELD(states, num_seqs), FIELD(states, table_width),
+    FIELD(states, table_stride),
+
+    WHOLE(struct convolution_call, "convolution_call"),
+    FIELD(convolution_call, states), FIELD(convolution_call, x), FIELD(convolution_call, out),
+    FIELD(convolution_call, weight), FIELD(convolution_call, bias), FIELD(convolution_call, columns),
+    FIELD(convolution_call, taps), FIELD(convolution_call, x_stride), FIELD(convolution_call, out_stride),
+    FIELD(convolution_call, columns_per_task), FIELD(convolution_call, has_silu),
+
+    WHOLE(struct recurrence_call, "recurrence_call"),
+    FIELD(recurrence_call, states), FIELD(recurrence_call, query), FIELD(recurrence_call, key),
+    FIELD(recurrence_call, value), FIELD(recurrence_call, out), FIELD(recurrence_call, decay), FIELD(recurrence_call, beta),
+    FIELD(recurrence_call, query_stride), FIELD(recurrence_call, key_stride), FIELD(recurrence_call, value_stride),
+    FIELD(recurrence_call, out_stride), FIELD(recurrence_call, decay_stride), FIELD(recurrence_call, beta_stride),
+    FIELD(recurrence_call, heads), FIELD(recurrence_call, groups), FIELD(recurrence_call, key_dim),
+    FIELD(recurrence_call, value_dim), FIELD(recurrence_call, columns_per_task), FIELD(recurrence_call, scale),
+    FIELD(recurrence_call, norm_eps), FIELD(recurrence_call, decay_per_key), FIELD(recurrence_call, has_norm),
+
     WHOLE(struct take_rows_call, "take_rows_call"),
     FIELD(take_rows_call, x), FIELD(take_rows_call, out), FIELD(take_rows_call, index), FIELD(take_rows_call, rows),
     FIELD(take_rows_call, row_bytes), FIELD(take_rows_call, x_stride),

@@ -207,6 +207,23 @@ def test_nothing_is_written_outside_of_the_states(operations: Any, make: Callabl
     assert blocks.isnan().all()
 
 
+@pytest.mark.parametrize("cut", [16, 30])
+def test_ranks_with_some_of_the_columns_keep_the_states_of_one_with_all(operations: Any, cut: int) -> None:
+    # The ends of torch's vectorised loops have other bits in their activation: ranks have kernels alone.
+    whole, parts = convolved(activation=None), convolved(activation=None)
+    for chunks in CUTS:
+        call = parts.call(chunks)
+        out = []
+        for columns in (slice(cut), slice(cut, 37)):
+            width = len(range(37)[columns])
+            offset = parts.view.offset + columns.indices(37)[0]
+            view = replace(parts.view, offset=offset, shape=(3, width), row_stride=37)
+            own = replace(call, rows=call.rows[:, columns], weight=call.weight[columns], state=view)
+            out.append(operations.convolve(replace(own, bias=None if call.bias is None else call.bias[columns])))
+        assert torch.equal(torch.cat(out, dim=1), whole.compute(operations, chunks))
+    assert torch.equal(parts.view.memory.nan_to_num(), whole.view.memory.nan_to_num())
+
+
 # What is refused
 
 
@@ -292,6 +309,7 @@ def test_recurrences_that_do_not_fit_are_refused(operations: Any, argument: str,
         {"num_blocks": 0},
         {"block_size": 0},
         {"memory": torch.zeros(60000, dtype=torch.bfloat16)},
+        {"row_stride": 740},
     ],
 )
 def test_states_that_reach_out_of_the_cache_are_refused(operations: Any, change: dict[str, Any]) -> None:

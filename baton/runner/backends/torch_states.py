@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
-from baton.runner.backends.cpu.kernels.states import require_convolution, require_recurrence
+from baton.runner.backends.cpu.kernels.states import require_convolution, require_recurrence, row_stride
 from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall, StateStep, StateView
 
 
@@ -72,9 +72,7 @@ def _unit(x: torch.Tensor, norm_eps: float | None) -> torch.Tensor:
 
 def states_in(state: StateView) -> torch.Tensor:
     """A view of the states of all blocks: [blocks, *shape]."""
-    strides = [1]
-    for size in reversed(state.shape[1:]):
-        strides.insert(0, strides[0] * size)
+    strides = [row_stride(state), 1] if len(state.shape) == 2 else [state.shape[1] * state.shape[2], state.shape[2], 1]
     first = state.memory.storage_offset() + state.offset
     return state.memory.as_strided((state.num_blocks, *state.shape), (state.block_stride, *strides), first)
 

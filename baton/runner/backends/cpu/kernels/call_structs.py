@@ -133,7 +133,7 @@ class KernelConvolutionCall(ctypes.Structure):
     _fields_ = [
         ("states", States),
         *_fields(_POINTER, "x out weight bias"),
-        *_fields(_INT64, "columns taps x_stride out_stride columns_per_task"),
+        *_fields(_INT64, "columns taps x_stride out_stride columns_per_task state_stride"),
         ("has_silu", _INT),
     ]
 

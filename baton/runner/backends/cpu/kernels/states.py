@@ -63,6 +63,7 @@ def convolution_structure(
         bias=None if bias is None else bias.data_ptr(),
         columns=columns,
         taps=taps,
+        state_stride=row_stride(state),
         has_silu=activation == "silu",
     )
     return structure, (of_taps, bias, state.memory)
@@ -160,11 +161,18 @@ def require_state(state: StateView, shape: tuple[int, ...]) -> None:
         raise KernelArgumentError("state", "memory must be one dimension of float32, contiguous")
     if state.block_size < 1 or state.num_blocks < 1:
         raise KernelArgumentError("state", "has no blocks, or blocks of no tokens")
-    end = state.offset + math.prod(shape)
+    end = state.offset + (math.prod(shape) if len(shape) != 2 else (shape[0] - 1) * row_stride(state) + shape[1])
+    if state.row_stride is not None and (len(shape) != 2 or state.row_stride < shape[1]):
+        raise KernelArgumentError("state", f"of {shape} has no rows {state.row_stride} numbers apart")
     if state.offset < 0 or end > state.block_stride:
         raise KernelArgumentError("state", "reaches beyond its block")
     if (state.num_blocks - 1) * state.block_stride + end > memory.shape[0]:
         raise KernelArgumentError("state", f"memory of {memory.shape[0]} is too small for {state.num_blocks} blocks")
+
+
+def row_stride(state: StateView) -> int:
+    """Numbers from one row of a convolution's state to the next one."""
+    return state.shape[-1] if state.row_stride is None else state.row_stride
 
 
 def require_kept_lens(kept_lens: torch.Tensor, seq_lens: torch.Tensor) -> None:

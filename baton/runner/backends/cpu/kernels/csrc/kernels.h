@@ -229,6 +229,7 @@ struct convolution_call {
     void *out;                        /* [rows, columns]; out_stride: elements from row to row */
     const float *weight, *bias;       /* [taps, columns], the oldest token's first, and [columns] or NULL */
     int64_t columns, taps, x_stride, out_stride, columns_per_task;
+    int64_t state_stride; /* numbers from row to row of a state, which may have other columns besides */
     int has_silu;
 };
 

@@ -85,7 +85,7 @@ static const struct layout_entry layout[] = {
     FIELD(convolution_call, states), FIELD(convolution_call, x), FIELD(convolution_call, out),
     FIELD(convolution_call, weight), FIELD(convolution_call, bias), FIELD(convolution_call, columns),
     FIELD(convolution_call, taps), FIELD(convolution_call, x_stride), FIELD(convolution_call, out_stride),
-    FIELD(convolution_call, columns_per_task), FIELD(convolution_call, has_silu),
+    FIELD(convolution_call, columns_per_task), FIELD(convolution_call, state_stride), FIELD(convolution_call, has_silu),
 
     WHOLE(struct recurrence_call, "recurrence_call"),
     FIELD(recurrence_call, states), FIELD(recurrence_call, query), FIELD(recurrence_call, key),

@@ -10,7 +10,7 @@
 INLINE void convolve_columns(const enum dtype dtype, const struct convolution_call *call, int64_t seq, size_t column, size_t columns,
                              const float *weights, const float *bias, float *window) {
     const struct states *states = &call->states;
-    const size_t taps = (size_t)call->taps, history = taps - 1, width = (size_t)call->columns;
+    const size_t taps = (size_t)call->taps, history = taps - 1, stride = (size_t)call->state_stride;
     const int64_t first_row = states->query_start[seq], tokens = states->query_start[seq + 1] - first_row;
     const int64_t start = states->seq_lens[seq] - tokens;
     if (tokens == 0) return;
@@ -18,7 +18,7 @@ INLINE void convolve_columns(const enum dtype dtype, const struct convolution_ca
     for (size_t h = 0; h < history; h++)
         for (size_t c = 0; c < columns; c += LANES) {
             v16 row = before == NULL ? v_zero()
-                                     : load_lanes(DTYPE_FLOAT32, before, h * width + column + c, lanes_left(c, columns));
+                                     : load_lanes(DTYPE_FLOAT32, before, h * stride + column + c, lanes_left(c, columns));
             v_store(window + h * WINDOW_COLUMNS + c, row);
         }
     for (int64_t token = 0; token < tokens; token += WINDOW_TOKENS) {
@@ -41,7 +41,7 @@ INLINE void convolve_columns(const enum dtype dtype, const struct convolution_ca
         for (size_t t = 0; t < count; t++) {
             float *after = state_after(states, seq, start + token + (int64_t)t);
             for (size_t h = 0; after != NULL && h < history; h++)
-                memcpy(after + h * width + column, window + (t + 1 + h) * WINDOW_COLUMNS, columns * sizeof(float));
+                memcpy(after + h * stride + column, window + (t + 1 + h) * WINDOW_COLUMNS, columns * sizeof(float));
         }
         memmove(window, window + count * WINDOW_COLUMNS, history * WINDOW_COLUMNS * sizeof(float));
     }

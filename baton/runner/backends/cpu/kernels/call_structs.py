@@ -168,6 +168,8 @@ class OperationKind(IntEnum):
     TAKE_ROWS = 5
     QUANTIZE = 6
     BARRIER = 7
+    CONVOLVE = 8
+    RECUR = 9
 
 
 class CacheFormat(IntEnum):
@@ -188,6 +190,8 @@ class Call(ctypes.Union):
         ("take", TakeRowsCall),
         ("quantize", QuantizeCall),
         ("barrier", BarrierCall),
+        ("convolution", KernelConvolutionCall),
+        ("recurrence", KernelRecurrenceCall),
     ]
 
 
@@ -198,7 +202,7 @@ class Place(ctypes.Structure):
 class Operation(ctypes.Structure):
     _fields_ = [
         *_fields(_INT64, "kind which_rows group product second_stride"),
-        *_fields(Place, "x out second third"),
+        *_fields(Place, "x out second third fourth fifth"),
         ("call", Call),
     ]
 
@@ -209,7 +213,7 @@ class StepGroup(ctypes.Structure):
 
 class Step(ctypes.Structure):
     _fields_ = [
-        *_fields(_POINTER, "buffers sampled query_start sample_start seq_lens groups"),
+        *_fields(_POINTER, "buffers sampled query_start sample_start seq_lens kept_lens groups"),
         *_fields(_INT64, "rows num_sampled num_seqs"),
         *_fields(_POINTER, "adapter_slots sampled_slots adapter_weights t"),
         *_fields(_INT64, "num_slots t_stride"),

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Literal
 
 import torch
 
@@ -45,9 +46,18 @@ from baton.runner.backends.cpu.kernels.float8 import PackedFloat8Weight
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
 from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, NOT_GATED, Activation, PackedWeight
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
+from baton.runner.backends.cpu.kernels.states import (
+    convolution_structure,
+    recurrence_structure,
+    require_filter,
+    require_kept_lens,
+    require_numbers,
+    require_recurred_rows,
+)
 from baton.runner.backends.cpu.kernels.weights import Packed, PackedPart, StackedWeight, columns_of
 from baton.runner.backends.device import CPU
 from baton.runner.backends.paged_cache import CacheView
+from baton.runner.backends.state_calls import StateView
 
 _NAMES = {
     OperationKind.LINEAR: "linear",
@@ -58,6 +68,8 @@ _NAMES = {
     OperationKind.TAKE_ROWS: "take_rows",
     OperationKind.QUANTIZE: "linear",
     OperationKind.BARRIER: "barrier",
+    OperationKind.CONVOLVE: "convolve",
+    OperationKind.RECUR: "recur",
 }
 
 
@@ -172,6 +184,65 @@ class Program:
         self._attended()
         return attended
 
+    def convolve(
+        self,
+        x: Rows,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: Literal["silu"] | None,
+        state: StateView,
+        group: int,
+        *,
+        into: str | Rows,
+    ) -> Rows:
+        """Record a convolution of x's columns, with the block tables of a group of layers."""
+        require_filter(weight, bias, state)
+        if x.width != weight.shape[0] or x.sampled:
+            raise KernelArgumentError("x", f"must be all rows, of {weight.shape[0]} columns")
+        out = self._out(into, x.width, sampled=False)
+        call, kept = convolution_structure(weight, bias, activation, state)
+        call.x_stride, call.out_stride = x.stride, out.stride
+        self._kept.append(kept)
+        self._record(OperationKind.CONVOLVE, x, Call(convolution=call), out=out, group=group)
+        return out
+
+    def recur(
+        self,
+        query: Rows,
+        key: Rows,
+        value: Rows,
+        decay: Rows,
+        beta: Rows | None,
+        *,
+        scale: float,
+        norm_eps: float | None,
+        state: StateView,
+        group: int,
+        into: str | Rows,
+    ) -> Rows:
+        """Record a recurrence, with the block tables of a group of layers; decay and beta are float32 rows."""
+        require_recurred_rows(query, key, value, decay, beta, state)
+        require_numbers(scale, norm_eps)
+        heads, key_dim, value_dim = state.shape
+        out = self._out(into, heads * value_dim, sampled=False)
+        call = recurrence_structure(state, query.width // key_dim, decay.width > heads, scale, norm_eps)
+        call.query_stride, call.key_stride, call.value_stride = query.stride, key.stride, value.stride
+        call.out_stride, call.decay_stride = out.stride, decay.stride
+        call.beta_stride = 0 if beta is None else beta.stride
+        self._kept.append(state.memory)
+        self._record(
+            OperationKind.RECUR,
+            query,
+            Call(recurrence=call),
+            out=out,
+            second=key,
+            third=value,
+            fourth=decay,
+            fifth=beta,
+            group=group,
+        )
+        return out
+
     def take_sampled(self, x: Rows, *, into: str | Rows) -> Rows:
         """Record the copy of those rows of x that sample."""
         out = self._out(into, x.width, sampled=True)
@@ -205,6 +276,7 @@ class Program:
             layout.query_start.data_ptr(),
             layout.sample_start.data_ptr(),
             layout.seq_lens.data_ptr(),
+            None if layout.kept_lens is None else layout.kept_lens.data_ptr(),
             ctypes.addressof(groups),
             num_rows,
             num_sampled,
@@ -358,6 +430,8 @@ class Program:
         out: Rows | None = None,
         second: Rows | None = None,
         third: Rows | None = None,
+        fourth: Rows | None = None,
+        fifth: Rows | None = None,
         group: int = 0,
         product: int = -1,
     ) -> None:
@@ -365,7 +439,7 @@ class Program:
         others = (x, second, third) if kind is OperationKind.LINEAR else (x, out, second, third)
         if any(rows is not None and rows.dtype != self._dtype for rows in others):
             raise KernelArgumentError("into", f"and all operands must be {self._dtype}; only products can be float32")
-        places = [self._place(rows) for rows in (x, out, second, third)]
+        places = [self._place(rows) for rows in (x, out, second, third, fourth, fifth)]
         stride = 0 if second is None else second.stride
         self._recorded.append(Operation(kind, of is not None and of.sampled, group, product, stride, *places, call))
         self._num_groups = max(self._num_groups, group + 1)
@@ -385,6 +459,8 @@ class Program:
         for tables in layout.block_tables:
             require_requests(layout.query_start, layout.seq_lens, tables)
         require_requests(layout.sample_start, layout.seq_lens, layout.block_tables[0])
+        if layout.kept_lens is not None:
+            require_kept_lens(layout.kept_lens, layout.seq_lens)
         num_rows = layout.slots[0].shape[0]
         if min(len(layout.slots), len(layout.block_tables)) < self._num_groups:
             raise KernelArgumentError("slots", f"and block tables are needed for {self._num_groups} groups of layers")

@@ -98,6 +98,73 @@ def test_a_program_computes_the_bits_of_single_calls(dtype: torch.dtype, beta: b
             assert torch.equal(one.view.memory.nan_to_num(), other.view.memory.nan_to_num())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_recorded_gates_equal_single_calls(dtype: torch.dtype) -> None:
+    """Of rows that are some columns of wider ones; the gates are the decays and betas of a recurrence."""
+    recurred = Recurred(lengths=LENGTHS, shape=(HEADS, KEY_DIM, VALUE_DIM), groups=GROUPS, dtype=dtype)
+    alone = replace(recurred)
+    call, rows = recurred.call([(0, 0, 35)]), 35
+    x, z, weight = (
+        randn(rows, 50, dtype=dtype),
+        randn(rows, 7 + VALUES, seed=1, dtype=dtype),
+        randn(VALUE_DIM).to(dtype),
+    )
+    bias, factor = randn(HEADS, seed=2), -randn(HEADS, seed=3).exp()
+    program = Program(dtype, 2)
+    wide, of_z, query, key, value = map(program.argument, (50, 7 + VALUES, KEYS, KEYS, VALUES))
+    out = program.argument(VALUES)
+    decay = program.gate(wide.columns(5, 5 + HEADS), "softplus", bias, factor, into="decay")
+    beta = program.gate(wide.columns(20, 20 + HEADS), "sigmoid", None, None, into="beta")
+    how: dict[str, Any] = {"scale": 0.3, "norm_eps": 1e-6, "state": recurred.view, "group": 1, "into": "mixed"}
+    mixed = program.recur(query, key, value, decay, beta, **how)
+    program.gated_rms_norm(mixed, of_z.columns(7, 7 + VALUES), weight, 1e-5, "silu", into=out)
+    found = torch.empty(rows, VALUES, dtype=dtype)
+    flat = [part.flatten(1) for part in (call.query, call.key, call.value)]
+    run(program, [x, z, *flat, found], layout_of(call, rows, 0))
+    single = kernels.recur(
+        replace(
+            alone.call([(0, 0, 35)]),
+            decay=kernels.gate(x[:, 5 : 5 + HEADS], "softplus", bias, factor, threads=1),
+            beta=kernels.gate(x[:, 20 : 20 + HEADS], "sigmoid", None, None, threads=1),
+            scale=0.3,
+        ),
+        threads=1,
+    )
+    of_heads = z[:, 7:].view(rows, HEADS, VALUE_DIM)
+    normed = kernels.gated_rms_norm(single, of_heads, weight, 1e-5, "silu", threads=1)
+    assert torch.equal(found, normed.flatten(1))
+
+
+def test_gates_that_do_not_fit_are_refused() -> None:
+    program = Program(torch.float32, 1)
+    x = program.argument(16)
+    for name, of_gates in (("bias", torch.zeros(15)), ("bias", torch.zeros(16).bfloat16())):
+        with pytest.raises(KernelArgumentError, match=name):
+            program.gate(x, "sigmoid", of_gates, None, into="gates")
+        with pytest.raises(KernelArgumentError, match=name):
+            kernels.gate(torch.zeros(2, 16), "sigmoid", of_gates, None, threads=1)
+    for rows, argument in (
+        (torch.zeros(2, 3, 16), "x"),
+        (torch.zeros(16, 2).T, "x"),
+        (torch.zeros(2, 16).double(), "x"),
+    ):
+        with pytest.raises(KernelArgumentError) as error:
+            kernels.gate(rows, "sigmoid", None, None, threads=1)
+        assert error.value.argument == argument
+    heads, weight = torch.zeros(2, 3, 8), torch.zeros(8)
+    for argument, parts in (
+        ("x", (heads.transpose(0, 2), heads, weight)),
+        ("gate", (heads, heads[:1], weight)),
+        ("gate", (heads, heads.bfloat16(), weight)),
+        ("weight", (heads, heads, weight[:7])),
+    ):
+        with pytest.raises(KernelArgumentError) as error:
+            kernels.gated_rms_norm(*parts, 1e-5, "silu", threads=1)
+        assert error.value.argument == argument
+    with pytest.raises(KernelArgumentError, match="gate: must be rows of 16"):
+        program.gated_rms_norm(x, x.columns(0, 8), weight, 1e-5, "silu", into="out")
+
+
 def test_a_step_whose_blocks_do_not_fit_is_refused_before_anything_is_written() -> None:
     convolved = Convolved(lengths=LENGTHS, shape=(3, 16))
     call = convolved.call([(0, 0, 9)])

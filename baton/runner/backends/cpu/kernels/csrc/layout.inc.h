@@ -44,9 +44,16 @@ static const struct layout_entry layout[] = {
 
     WHOLE(struct norm_call, "norm_call"),
     FIELD(norm_call, x), FIELD(norm_call, weight), FIELD(norm_call, out), FIELD(norm_call, residual), FIELD(norm_call, sum),
-    FIELD(norm_call, rows), FIELD(norm_call, columns), FIELD(norm_call, n), NAMED(norm_call, stride[0], "row_stride"),
+    FIELD(norm_call, rows), FIELD(norm_call, columns), FIELD(norm_call, n), FIELD(norm_call, gate), NAMED(norm_call, gate_stride[0], "gate_row_stride"),
+    NAMED(norm_call, gate_stride[1], "gate_column_stride"), FIELD(norm_call, has_sigmoid_gate),
+    NAMED(norm_call, stride[0], "row_stride"),
     NAMED(norm_call, stride[1], "column_stride"), FIELD(norm_call, rows_per_task), FIELD(norm_call, eps),
     FIELD(norm_call, plus_one),
+
+    WHOLE(struct gate_call, "gate_call"),
+    FIELD(gate_call, x), FIELD(gate_call, out), FIELD(gate_call, bias), FIELD(gate_call, factor), FIELD(gate_call, rows),
+    FIELD(gate_call, columns), FIELD(gate_call, x_stride), FIELD(gate_call, out_stride), FIELD(gate_call, rows_per_task),
+    FIELD(gate_call, is_sigmoid),
 
     WHOLE(struct rotate_call, "rotate_call"),
     FIELD(rotate_call, x), FIELD(rotate_call, cos), FIELD(rotate_call, sin), FIELD(rotate_call, tokens),
@@ -128,6 +135,7 @@ static const struct layout_entry layout[] = {
     VALUE("operation_kind", "ATTENTION", OP_ATTENTION), VALUE("operation_kind", "TAKE_ROWS", OP_TAKE_ROWS),
     VALUE("operation_kind", "QUANTIZE", OP_QUANTIZE), VALUE("operation_kind", "BARRIER", OP_BARRIER),
     VALUE("operation_kind", "CONVOLVE", OP_CONVOLVE), VALUE("operation_kind", "RECUR", OP_RECUR),
+    VALUE("operation_kind", "GATE", OP_GATE),
 
     VALUE("cache_format", "AS_IT_IS", CACHE_AS_IT_IS), VALUE("cache_format", "INT8", CACHE_INT8),
     VALUE("cache_format", "E4M3", CACHE_E4M3),

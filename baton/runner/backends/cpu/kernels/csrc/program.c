@@ -19,6 +19,7 @@ enum operation_kind {
     OP_BARRIER,
     OP_CONVOLVE,
     OP_RECUR,
+    OP_GATE,
 };
 enum which_rows { ALL_ROWS, SAMPLED_ROWS };
 
@@ -47,6 +48,7 @@ union call {
     struct barrier_call barrier;
     struct convolution_call convolution;
     struct recurrence_call recurrence;
+    struct gate_call gate;
 };
 
 /* A place in a buffer of rows: the buffer's number, and an offset in bytes; buffer -1: the operation has no such operand. */
@@ -56,7 +58,7 @@ struct place {
 
 /* Most operations have at most two operands beside x and out: a norm's residual and sum, a rotation's cosines and sines, or the values
  * that are stored with the keys. A product's second operand is x before it is quantized, from which adapters compute. A recurrence
- * has four: beside its queries the keys, values, decays and betas. */
+ * has four: beside its queries the keys, values, decays and betas. The fourth of a norm is its gate. */
 struct operation {
     int64_t kind, which_rows, group; /* group: of layers, which share block tables and slots */
     int64_t product, second_stride;  /* of a product that adapters may change, its number; -1: none does */
@@ -192,6 +194,7 @@ static int prepare(struct prepared *to, struct work *works, size_t *n_works, con
         call->norm.out = at(step, op->out);
         call->norm.residual = at(step, op->second);
         call->norm.sum = at(step, op->third);
+        call->norm.gate = at(step, op->fourth);
         call->norm.rows = (size_t)rows;
         *work = norm_work(&call->norm, isa, dtype);
         break;
@@ -257,6 +260,12 @@ static int prepare(struct prepared *to, struct work *works, size_t *n_works, con
         status = complete_states(&call->recurrence.states, op, step);
         if (status != STATUS_OK) return status;
         *work = recurrence_work(&call->recurrence, isa, dtype, n_threads);
+        break;
+    case OP_GATE:
+        call->gate.x = at(step, op->x);
+        call->gate.out = at(step, op->out);
+        call->gate.rows = (size_t)rows;
+        *work = gate_work(&call->gate, isa, dtype);
         break;
     case OP_BARRIER: *work = (struct work){.function = wait_for_ranks, .job = &call->barrier, .n_tasks = 1}; break;
     }

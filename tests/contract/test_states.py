@@ -16,7 +16,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from baton.runner.backends.cpu.kernels import KernelArgumentError
-from tests.support.kernel_inputs import DTYPES, relative_error
+from tests.support.kernel_inputs import DTYPES, randn, relative_error
 from tests.support.pairs import all_pairs
 from tests.support.stateful_rows import Chunk, Convolved, Recurred, StatefulRows
 
@@ -323,3 +323,36 @@ def test_heads_of_more_than_512_are_refused(operations: Any) -> None:
     layer = recurred(lengths=(3,), shape=(2, 513, 4))
     with pytest.raises(KernelArgumentError, match="state"):
         layer.compute(operations, layer.whole)
+
+
+# Gates
+
+
+@pytest.mark.parametrize("function", ["softplus", "sigmoid"])
+@pytest.mark.parametrize("given", [True, False])
+def test_gates_equal_those_in_float64(operations: Any, dtype: torch.dtype, function: Any, given: bool) -> None:
+    x = (30 * randn(13, 37)).to(dtype)
+    bias, factor = (randn(37, seed=1), -randn(37, seed=2).exp()) if given else (None, None)
+    out = operations.gate(x, function, bias, factor)
+    compute = torch.nn.functional.softplus if function == "softplus" else torch.sigmoid
+    expected = compute(x.double() + (0.0 if bias is None else bias.double()))
+    expected = expected if factor is None else expected * factor.double()
+    assert out.dtype == torch.float32
+    assert torch.allclose(out.double(), expected, rtol=1e-5, atol=1e-12)
+    for row in range(13):
+        assert torch.equal(operations.gate(x[row : row + 1], function, bias, factor)[0], out[row])
+
+
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_gated_norms_equal_those_in_float64(operations: Any, dtype: torch.dtype, activation: Any) -> None:
+    x, by = randn(13, 3, 37, dtype=dtype), 3 * randn(13, 3, 37, seed=1, dtype=dtype)
+    weight = randn(37, seed=2, dtype=dtype)
+    out = operations.gated_rms_norm(x, by, weight, 1e-5, activation)
+    wide, of_gate = x.double(), by.double().sigmoid()
+    normal = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    expected = normal * (of_gate * by.double() if activation == "silu" else of_gate)
+    assert out.dtype == dtype
+    assert relative_error(out, expected) < (1e-6 if dtype == torch.float32 else 2.5e-3)
+    for row in range(13):
+        alone = operations.gated_rms_norm(x[row : row + 1], by[row : row + 1], weight, 1e-5, activation)
+        assert torch.equal(alone[0], out[row])

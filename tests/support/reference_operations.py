@@ -16,6 +16,7 @@ import torch
 
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cpu.kernels.attention import require_distance_bias
+from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction
 from baton.runner.backends.cpu.kernels.states import require_convolution, require_recurrence
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.operations import Activation
@@ -209,6 +210,28 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
                 biases = _array(how.distance_bias)[:, np.minimum(distances, how.distance_bias.shape[1] - 1)]
             attended = _attend(_array(query[row]), keys[:, seen], values[:, seen], how, biases)
             out[row] = torch.from_numpy(attended).to(query.dtype)
+    return out
+
+
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: GateActivation
+) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype)
+    for row, (own, by) in enumerate(zip(_array(x), _array(gate), strict=True)):
+        normal = own / np.sqrt((own * own).mean(-1, keepdims=True) + np.float32(eps)) * _array(weight)
+        activated = (by if activation == "silu" else np.float32(1)) / (np.float32(1) + np.exp(-by))
+        out[row] = torch.from_numpy(normal * activated).to(x.dtype)
+    return out
+
+
+def gate(
+    x: torch.Tensor, function: GateFunction, bias: torch.Tensor | None, factor: torch.Tensor | None
+) -> torch.Tensor:
+    out = torch.empty(x.shape)
+    for row, own in enumerate(_array(x)):
+        total = own if bias is None else own + _array(bias)
+        gates = np.logaddexp(total, np.float32(0)) if function == "softplus" else 1 / (np.float32(1) + np.exp(-total))
+        out[row] = torch.from_numpy(gates if factor is None else gates * _array(factor))
     return out
 
 

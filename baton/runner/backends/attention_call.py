@@ -28,6 +28,9 @@ class StepLayout:
     """int32 [B]: how many of a sequence's tokens the states that are written may cover, drafts left out; None: all."""
     sharing: Sequence[torch.Tensor | None] = ()
     """For each group of layers who shares leading blocks (cuda/shared_splits.py), or None; empty: None for all."""
+    kept_lens: torch.Tensor | None = None
+    """int32 [B]: how many tokens of each sequence the states of layers that keep one may cover, which are all but its
+    drafts (state_calls.py). None: seq_lens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

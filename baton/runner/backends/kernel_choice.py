@@ -10,6 +10,7 @@ import torch
 from baton.runner.backends.attention_call import AttentionCall
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import Packed, Program
+from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU
 from baton.runner.backends.low_rank import LowRank, RowAdapters
@@ -75,6 +76,16 @@ class CompiledOperations:
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return kernels.add_rms_norm(x, residual, weight, eps, plus_one=plus_one, threads=self.num_threads)
+
+    def gated_rms_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: GateActivation
+    ) -> torch.Tensor:
+        return kernels.gated_rms_norm(x, gate, weight, eps, activation, threads=self.num_threads)
+
+    def gate(
+        self, x: torch.Tensor, function: GateFunction, bias: torch.Tensor | None, factor: torch.Tensor | None
+    ) -> torch.Tensor:
+        return kernels.gate(x, function, bias, factor, threads=self.num_threads)
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         kernels.rotate(x, cos, sin, threads=self.num_threads)

@@ -13,6 +13,7 @@ import torch
 
 from baton.runner.backends.attention_call import AttentionCall
 from baton.runner.backends.cpu.kernels.program import Program
+from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.ranks.ranks import Ranks
@@ -105,6 +106,24 @@ class Operations(Protocol):
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum x + residual in their dtype, and the `rms_norm` of the sum; both [..., N]."""
+        ...
+
+    def gated_rms_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: GateActivation
+    ) -> torch.Tensor:
+        """The `rms_norm` of x [T, H, N] with the weight [N], times activation(gate), whose shape is x's.
+
+        Everything is computed in float32 and rounded once.
+        """
+        ...
+
+    def gate(
+        self, x: torch.Tensor, function: GateFunction, bias: torch.Tensor | None, factor: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The gates factor * function(x + bias) of x [T, N], in float32; bias and factor are float32 [N] or None.
+
+        So are the logarithms of decay in Gated DeltaNet, with softplus and the factor -exp(A_log).
+        """
         ...
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from baton.runner.backends import torch_states
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cpu.kernels.attention import require_distance_bias
+from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction
 from baton.runner.backends.device import CPU
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.operations import Activation
@@ -188,6 +189,16 @@ class TorchOperations:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         total = x + residual
         return total, rms_norm(total, weight, eps, plus_one)
+
+    def gated_rms_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: GateActivation
+    ) -> torch.Tensor:
+        return torch_states.gated_rms_norm(x, gate, weight, eps, activation)
+
+    def gate(
+        self, x: torch.Tensor, function: GateFunction, bias: torch.Tensor | None, factor: torch.Tensor | None
+    ) -> torch.Tensor:
+        return torch_states.gate(x, function, bias, factor)
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         half = cos.shape[-1] // 2

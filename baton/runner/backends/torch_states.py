@@ -1,4 +1,4 @@
-"""Convolutions and recurrences of layers that keep a state (state_calls.py), on torch alone and on any device.
+"""Convolutions, recurrences and gates of layers that keep a state (state_calls.py), on torch alone and on any device.
 
 torch's functions may give a number other bits where a tensor has another shape: the end of a vectorised loop has other
 code than its middle, and a sum is cut by its length. So everything but products and sums of two numbers is computed
@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
+from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction
 from baton.runner.backends.cpu.kernels.states import require_convolution, require_recurrence, row_stride
 from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall, StateStep, StateView
 
@@ -62,6 +63,31 @@ def recur(call: RecurrenceCall) -> torch.Tensor:
             out[row] = (query * state).sum(1).to(out.dtype)
             if (block := own.after.get(token)) is not None:
                 states[block] = state
+    return out
+
+
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: GateActivation
+) -> torch.Tensor:
+    """Compute `Operations.gated_rms_norm`, row by row."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    activate = functional.silu if activation == "silu" else torch.sigmoid
+    for row, (own, by) in enumerate(zip(x, gate, strict=True)):
+        wide = own.float()
+        normal = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.float()
+        out[row] = (normal * activate(by.float())).to(x.dtype)
+    return out
+
+
+def gate(
+    x: torch.Tensor, function: GateFunction, bias: torch.Tensor | None, factor: torch.Tensor | None
+) -> torch.Tensor:
+    """Compute `Operations.gate`, row by row."""
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    compute = functional.softplus if function == "softplus" else torch.sigmoid
+    for row, own in enumerate(x):
+        gates = compute(own.float() if bias is None else own.float() + bias)
+        out[row] = gates if factor is None else gates * factor
     return out
 
 

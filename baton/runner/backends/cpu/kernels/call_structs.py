@@ -83,10 +83,18 @@ class QuantizeCall(ctypes.Structure):
 
 class NormCall(ctypes.Structure):
     _fields_ = [
-        *_fields(_POINTER, "x weight out residual sum"),
-        *_fields(_SIZE, "rows columns n row_stride column_stride rows_per_task"),
+        *_fields(_POINTER, "x weight out residual sum gate"),
+        *_fields(_SIZE, "rows columns n row_stride column_stride gate_row_stride gate_column_stride rows_per_task"),
         ("eps", _FLOAT),
-        ("plus_one", _INT),
+        *_fields(_INT, "plus_one has_sigmoid_gate"),
+    ]
+
+
+class GateCall(ctypes.Structure):
+    _fields_ = [
+        *_fields(_POINTER, "x out bias factor"),
+        *_fields(_SIZE, "rows columns x_stride out_stride rows_per_task"),
+        ("is_sigmoid", _INT),
     ]
 
 
@@ -168,6 +176,25 @@ class OperationKind(IntEnum):
     TAKE_ROWS = 5
     QUANTIZE = 6
     BARRIER = 7
+    CONVOLVE = 8
+    RECUR = 9
+    GATE = 10
+
+
+OPERATION_NAMES = {
+    OperationKind.LINEAR: "linear",
+    OperationKind.NORM: "rms_norm",
+    OperationKind.ROTATE: "rotate",
+    OperationKind.STORE_KV: "store_kv",
+    OperationKind.ATTENTION: "paged_attention",
+    OperationKind.TAKE_ROWS: "take_rows",
+    OperationKind.QUANTIZE: "linear",
+    OperationKind.BARRIER: "barrier",
+    OperationKind.CONVOLVE: "convolve",
+    OperationKind.RECUR: "recur",
+    OperationKind.GATE: "gate",
+}
+"""The method of `Program` by which an operation is recorded."""
 
 
 class CacheFormat(IntEnum):
@@ -188,6 +215,9 @@ class Call(ctypes.Union):
         ("take", TakeRowsCall),
         ("quantize", QuantizeCall),
         ("barrier", BarrierCall),
+        ("convolution", KernelConvolutionCall),
+        ("recurrence", KernelRecurrenceCall),
+        ("gate", GateCall),
     ]
 
 
@@ -198,7 +228,7 @@ class Place(ctypes.Structure):
 class Operation(ctypes.Structure):
     _fields_ = [
         *_fields(_INT64, "kind which_rows group product second_stride"),
-        *_fields(Place, "x out second third"),
+        *_fields(Place, "x out second third fourth fifth"),
         ("call", Call),
     ]
 
@@ -209,7 +239,7 @@ class StepGroup(ctypes.Structure):
 
 class Step(ctypes.Structure):
     _fields_ = [
-        *_fields(_POINTER, "buffers sampled query_start sample_start seq_lens groups"),
+        *_fields(_POINTER, "buffers sampled query_start sample_start seq_lens kept_lens groups"),
         *_fields(_INT64, "rows num_sampled num_seqs"),
         *_fields(_POINTER, "adapter_slots sampled_slots adapter_weights t"),
         *_fields(_INT64, "num_slots t_stride"),
@@ -231,6 +261,7 @@ _STRUCTURES: dict[str, type[ctypes.Structure | ctypes.Union]] = {
     "quantized_parts": QuantizedParts,
     "quantize_call": QuantizeCall,
     "norm_call": NormCall,
+    "gate_call": GateCall,
     "rotate_call": RotateCall,
     "store_call": StoreCall,
     "attention_call": KernelAttentionCall,

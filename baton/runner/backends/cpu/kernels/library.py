@@ -51,6 +51,8 @@ class Library:
     store_kv: Callable[..., int]
     convolve: Callable[..., int]
     recur: Callable[..., int]
+    gate: Callable[..., int]
+    gated_norm: Callable[..., int]
     take_rows: Callable[..., int]
     rms_norm: Callable[..., int]
     rotate: Callable[..., int]
@@ -103,7 +105,8 @@ def library() -> Library:
     functions.baton_float8_rows.argtypes = [integer, integer, size] + [pointer] * 3 + [size] * 4 + [integer]
     functions.baton_attention.argtypes = [integer, integer, pointer, integer]
     functions.baton_store_kv.argtypes = [pointer]
-    functions.baton_convolve.argtypes = functions.baton_recur.argtypes = [integer, integer, pointer, integer]
+    for function in (functions.baton_convolve, functions.baton_recur, functions.baton_gate, functions.baton_gated_norm):
+        function.argtypes = [integer, integer, pointer, integer]
     functions.baton_take_rows.argtypes = [integer, integer, pointer, pointer, pointer, size, size, size, integer]
     norm = [integer, integer] + [pointer] * 5 + [size] * 5
     functions.baton_rms_norm.argtypes = [*norm, ctypes.c_float, integer, integer]
@@ -131,6 +134,8 @@ def library() -> Library:
         store_kv=functions.baton_store_kv,
         convolve=functions.baton_convolve,
         recur=functions.baton_recur,
+        gate=functions.baton_gate,
+        gated_norm=functions.baton_gated_norm,
         take_rows=functions.baton_take_rows,
         rms_norm=functions.baton_rms_norm,
         rotate=functions.baton_rotate,

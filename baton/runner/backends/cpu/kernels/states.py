@@ -8,6 +8,7 @@ import math
 import torch
 
 from baton.runner.backends.cpu.kernels.attention import require_requests
+from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.call_structs import KernelConvolutionCall, KernelRecurrenceCall, States
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
@@ -134,6 +135,27 @@ def require_recurrence(call: RecurrenceCall) -> None:
     _require_device(query.device, key=call.key, value=call.value, decay=call.decay, beta=call.beta, state=state.memory)
 
 
+def require_recurred_rows(
+    query: Rows, key: Rows, value: Rows, decay: Rows, beta: Rows | None, state: StateView
+) -> None:
+    """Raises KernelArgumentError for rows of a program that don't fit a recurrence's state."""
+    if len(state.shape) != 3:
+        raise KernelArgumentError("state", f"must be [heads, key_dim, value_dim], is {state.shape}")
+    heads, key_dim, value_dim = state.shape
+    require_heads(state, query.width // key_dim)
+    if query.width % key_dim != 0 or key.width != query.width:
+        raise KernelArgumentError(
+            "key", f"and query of {key.width} and {query.width} columns have no heads of {key_dim}"
+        )
+    if value.width != heads * value_dim:
+        raise KernelArgumentError("value", f"has {value.width} columns, the state {heads * value_dim}")
+    for name, rows, widths in (("decay", decay, (heads, heads * key_dim)), ("beta", beta, (heads,))):
+        if rows is not None and (rows.width not in widths or rows.dtype != torch.float32):
+            raise KernelArgumentError(name, f"must be float32 rows of {' or '.join(map(str, widths))} columns")
+    if any(rows is not None and rows.sampled for rows in (query, key, value, decay, beta)):
+        raise KernelArgumentError("query", "and all others must be all rows, of which the state needs each")
+
+
 def require_heads(state: StateView, groups: int) -> None:
     """Raises KernelArgumentError for a recurrence's state that is too large, or heads that can't share the groups."""
     if len(state.shape) != 3 or not all(1 <= dim <= MAX_STATE_DIM for dim in state.shape[1:]):
@@ -184,6 +206,8 @@ def require_kept_lens(kept_lens: torch.Tensor, seq_lens: torch.Tensor) -> None:
 
 
 def _states(state: StateView) -> States:
+    if not state.memory.is_cpu:
+        raise KernelArgumentError("state", "must be on the CPU")
     return States(
         memory=state.memory.data_ptr(),
         num_blocks=state.num_blocks,

@@ -126,9 +126,19 @@ struct norm_call {
     void *out; /* contiguous */
     const void *residual; /* added to x first; contiguous, as sum and out are; NULL: nothing is added */
     void *sum;            /* x + residual */
-    size_t rows, columns, n, stride[2], rows_per_task;
+    const void *gate;     /* NULL, or what gates the norm, which is then rounded once; it begins as x, with its own strides */
+    size_t rows, columns, n, stride[2], gate_stride[2], rows_per_task;
     float eps;
-    int plus_one;
+    int plus_one, has_sigmoid_gate; /* has_sigmoid_gate: the gate's sigmoid, instead of its silu */
+};
+
+/* Gates in float32: factor * function(x + bias). */
+struct gate_call {
+    const void *x;              /* [rows, columns]; x_stride: elements from row to row */
+    float *out;                 /* [rows, columns]; out_stride: elements from row to row */
+    const float *bias, *factor; /* [columns] or NULL */
+    size_t rows, columns, x_stride, out_stride, rows_per_task;
+    int is_sigmoid; /* otherwise softplus, ln(1 + e^x) */
 };
 
 struct rotate_call {
@@ -327,6 +337,7 @@ struct isa {
     task_function shrink[2];
     task_function convolve[2];
     task_function recur[2];
+    task_function gate[2];
     size_t step_pairs;   /* pairs of k in a step of packed bfloat16 weights */
     size_t linear_rows;  /* rows of x that a vector kernel has in scratch at a time */
     size_t rows_of_sums; /* the most rows of a bfloat16 task, which has the sums of all its rows in scratch */
@@ -386,6 +397,7 @@ struct work linear_work(struct linear_call *call, const struct isa *isa, enum dt
 struct work norm_work(struct norm_call *call, const struct isa *isa, enum dtype dtype);
 /* n_tasks 0: no adapter changes this product. */
 struct work shrink_work(struct shrink_call *call, const struct isa *isa, enum dtype dtype);
+struct work gate_work(struct gate_call *call, const struct isa *isa, enum dtype dtype);
 struct work rotate_work(struct rotate_call *call, const struct isa *isa, enum dtype dtype);
 struct work store_work(struct store_call *call);
 /* Appends one work or, where requests share tiles, two; returns how many. */

@@ -249,8 +249,7 @@ INLINE void recur(const enum dtype dtype, const int per_key, const struct recurr
         for (size_t column = first, columns; column < end; column += columns) {
             columns = columns_of_slice(column, end);
             struct state_place place = {own + (column - first) * dim, columns < LANES ? LANES : columns}, from = place;
-            /* Of a slice of fewer columns than a vector, `own` has what was written to blocks, too. */
-            if (before != NULL && (columns % LANES == 0 || token == 0)) from = (struct state_place){before + column, width};
+            if (before != NULL) from = (struct state_place){before + column, width};
             if (columns == SLICE_COLUMNS && SLICE_VECTORS > 1)
                 walk_slice(dtype, SLICE_VECTORS, per_key, call, head, column, columns, first_row + token, count, from, place, &rows);
             else

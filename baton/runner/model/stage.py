@@ -11,13 +11,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from baton.engine.runner import LayerGeometry, LayerState
-from baton.runner.model.attention import UnsupportedAttention
+from baton.runner.model.attention import (
+    KINDS_WITHOUT_CACHE,
+    ProbeAttention,
+    UnsupportedAttention,
+    require_windows,
+)
 from baton.runner.model.layers import head_of
 from baton.runner.model.stored.layers import StoredEmbedding
 from baton.runner.parts import Stage
@@ -27,8 +33,10 @@ from baton.runner.parts import Stage
 class LayerReport:
     """What a stage has found out of one of its layers."""
 
-    geometry: LayerGeometry | LayerState
+    entries: tuple[LayerGeometry | LayerState, ...]
+    """What it has in the cache: keys, a state, keys and then a state, or nothing. Each is a layer of the layout."""
     window: int | None
+    """Of its keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +68,7 @@ class StageReport:
         try:
             read = json.loads(text)
             layers = {
-                int(index): LayerReport(_geometry(layer["geometry"]), layer["window"])
+                int(index): LayerReport(tuple(map(_entry, layer["entries"])), layer["window"])
                 for index, layer in read.pop("layers").items()
             }
             report = cls(layers=layers, **read)
@@ -73,8 +81,41 @@ class StageReport:
             raise ValueError(f"this is no report of a stage ({error!r})") from error
 
 
-def _geometry(fields: Mapping[str, int]) -> LayerGeometry | LayerState:
+def _entry(fields: Mapping[str, int]) -> LayerGeometry | LayerState:
     return LayerState(**fields) if "heads" in fields else LayerGeometry(**fields)
+
+
+def layers_found(architecture: str, config: Any, own_layers: range, probe: ProbeAttention) -> dict[int, LayerReport]:
+    """The reports of a stage's layers, which have computed a step with `probe`.
+
+    Raises UnsupportedAttention if some have neither attention nor a state and should have, or tell their windows to
+    masks alone.
+    """
+    found, kinds = probe.found(), getattr(config, "layer_types", None) or ()
+    without = {index for index, kind in enumerate(kinds) if kind in KINDS_WITHOUT_CACHE}
+    if found.keys() - without != set(own_layers) - without:
+        raise UnsupportedAttention(
+            f"{architecture} has {len(own_layers)} layers, {len(found)} with attention or a state, and the others "
+            f"are not of a type that has neither ({', '.join(sorted(KINDS_WITHOUT_CACHE))})"
+        )
+    require_windows(architecture, config, probe.windows)
+    return {index: LayerReport(found.get(index, ()), probe.windows.get(index)) for index in own_layers}
+
+
+def layers_of_entries(reports: Sequence[StageReport]) -> list[int]:
+    """The model's layer of each layer of the layout, which has one for each entry."""
+    return [index for report in reports for index in sorted(report.layers) for _ in report.layers[index].entries]
+
+
+def entries_of_stages(reports: Sequence[StageReport]) -> list[range]:
+    """The layers of the layout that each stage has. Raises UnsupportedAttention for a stage without any."""
+    counts = [sum(len(layer.entries) for layer in report.layers.values()) for report in reports]
+    if 0 in counts:
+        raise UnsupportedAttention(
+            f"none of the layers of stage {counts.index(0)} has attention or a state: use fewer stages (--pp)"
+        )
+    ends = list(accumulate(counts))
+    return list(map(range, [0, *ends], ends))
 
 
 def reports_to_json(reports: Sequence[StageReport]) -> bytes:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers.models.jamba.modeling_jamba import mamba_selective_scan
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 
+from baton.runner.model.attention import number_layers
 from baton.runner.model.states.keepers import Convolution, RecurrentRows
 from baton.runner.model.states.layer_functions import keep_states_in_cache
 from tests.support.kernel_inputs import randn
@@ -97,3 +98,16 @@ def test_a_layer_computes_with_baton_what_it_computes_with_transformers(
     asked = layer(**given)
     assert not torch.equal(asked, expected)  # it is summed in another order
     torch.testing.assert_close(asked, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_that_is_told_its_layer_with_each_call_gets_the_number_of_its_place() -> None:
+    """As in zamba2, whose layers share the weights of their attention."""
+
+    class Layer(nn.Module):
+        def __init__(self, layer_idx: int) -> None:
+            super().__init__()
+            self.layer_idx = layer_idx
+
+    layers = nn.ModuleList([Layer(0), nn.ModuleDict({"mamba": Layer(1), "attention": Layer(-1)})])
+    number_layers(nn.ModuleDict({"others": nn.ModuleList([Layer(-1)]), "layers": layers}), 2)
+    assert [part.layer_idx for part in layers.modules() if isinstance(part, Layer)] == [0, 1, 1]

@@ -220,7 +220,13 @@ _MAMBA2: _Fields = {
     "mamba_chunk_size": 16,
 }
 _WITHOUT_ATTENTION: _Fields = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 256}
-_MAMBA: _Fields = {**_WITHOUT_ATTENTION, "state_size": 8, "time_step_rank": 4}
+_MAMBA: _Fields = {
+    **_WITHOUT_ATTENTION,
+    "state_size": 8,
+    "time_step_rank": 4,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+}
 
 _WITH_STATES: Mapping[str, _Fields] = {
     "bailing_hybrid": {**_KIMI, "first_k_dense_replace": 1},

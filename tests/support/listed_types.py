@@ -219,7 +219,12 @@ _MAMBA2: _Fields = {
     "mamba_d_state": 16,
     "mamba_chunk_size": 16,
 }
-_WITHOUT_ATTENTION: _Fields = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 256}
+_WITHOUT_ATTENTION: _Fields = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "vocab_size": 256,
+    "residual_in_fp32": False,
+}
 _MAMBA: _Fields = {
     **_WITHOUT_ATTENTION,
     "state_size": 8,

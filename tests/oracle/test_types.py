@@ -151,11 +151,13 @@ def behind_prefixes(runner: TorchModelRunner, given: Prompts, params: SamplingPa
 
 
 def with_drafts(runner: TorchModelRunner, given: Prompts, params: SamplingParams) -> Answers:
-    """The model drafts for itself, of which a draft that is drawn otherwise is refused."""
+    """The model drafts for itself, of which a draft that is drawn otherwise is refused; for one with states another one
+    drafts, of which all drafts may be wrong."""
     speculation = SpeculationConfig("draft_model", 4, model="draft")
     engine = make_engine(runner, speculation=speculation)
     turn = run(engine, given, params)
-    assert engine.scheduler.make_stats().spec_decoding.num_accepted_tokens > 0
+    drafted = engine.scheduler.make_stats().spec_decoding
+    assert (drafted.num_draft_tokens if runner.layout.keeps_states else drafted.num_accepted_tokens) > 0
     return turn.answers
 
 
@@ -180,9 +182,15 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
 
 
 def load(directory: Path, dtype: str) -> TorchModelRunner:
-    draft = DraftSpec(directory, 4) if ALL else None
-    cache: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_blocks": 224, "host_cache_bytes": 1 << 22}
-    return load_runner(TorchSpec(directory, dtype=dtype, draft=draft, **cache))
+    spec = TorchSpec(directory, dtype=dtype, block_size=BLOCK_SIZE, num_blocks=224, host_cache_bytes=1 << 22)
+    if not ALL:
+        return load_runner(spec)
+    layout = load_runner(spec).layout
+    drafting = directory
+    if layout.keeps_states:  # such a model can't draft
+        drafting = directory / "drafts"
+        write_varied_model(drafting, LISTED_TYPES["llama"], seed=5)
+    return load_runner(replace(spec, draft=DraftSpec(drafting, 4), block_size=layout.block_size))
 
 
 def tokens_of(answers: Answers) -> dict[str, list[int]]:

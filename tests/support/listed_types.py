@@ -233,7 +233,7 @@ _MAMBA: _Fields = {
     "tie_word_embeddings": False,
 }
 
-_WITH_STATES: Mapping[str, _Fields] = {
+WITH_STATES: Mapping[str, _Fields] = {
     "bailing_hybrid": {**_KIMI, "first_k_dense_replace": 1},
     "bamba": {**_PLAIN, **_MAMBA2, "attn_layer_indices": [1, 3]},
     "falcon_h1": {
@@ -318,7 +318,7 @@ _WITH_STATES: Mapping[str, _Fields] = {
 
 LISTED_TYPES: Mapping[str, _Fields] = {
     **TINY_MODELS,
-    **{name: {**fields, "model_type": name} for name, fields in sorted({**_OTHERS, **_WITH_STATES}.items())},
+    **{name: {**fields, "model_type": name} for name, fields in sorted({**_OTHERS, **WITH_STATES}.items())},
 }
 """Each type's configuration, as a config.json has it."""
 

@@ -164,6 +164,12 @@ ONE_STAGE = OneStage()
 class OtherLayer(nn.Module):
     """Stands for a layer of another stage."""
 
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(layer).items():
+            if isinstance(value, str):  # by which the model's loop tells kinds of layers apart
+                setattr(self, name, value)
+
     def forward(self, hidden: torch.Tensor, *_arguments: Any, **_keywords: Any) -> torch.Tensor:
         return hidden
 
@@ -171,8 +177,8 @@ class OtherLayer(nn.Module):
 class ReceivedRows(OtherLayer):
     """Stands for the layer before a stage's first one: it returns the rows of the stage before."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
         self.rows = torch.empty(0)
 
     def forward(self, hidden: torch.Tensor, *_arguments: Any, **_keywords: Any) -> torch.Tensor:
@@ -182,8 +188,8 @@ class ReceivedRows(OtherLayer):
 class KeptRows(OtherLayer):
     """Stands for the layer behind a stage's last one: it keeps the rows for the stage behind."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
         self.rows = torch.empty(0)
 
     def forward(self, hidden: torch.Tensor, *_arguments: Any, **_keywords: Any) -> torch.Tensor:
@@ -207,6 +213,12 @@ class NoEmbedding(nn.Module):
 class NoHead(nn.Module):
     """Stands for the head in a stage before the last: logits of no tokens, [..., hidden size] to [..., 0]."""
 
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight: torch.Tensor
+        """No rows, for models that ask for the dtype of the weight."""
+        self.register_buffer("weight", torch.empty(0, width, dtype=dtype), persistent=False)
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden[..., :0]
 
@@ -227,14 +239,16 @@ class StageModule:
         layers = _layers_of(module, num_layers)
         for index in range(num_layers):
             if index not in self.own_layers:
-                layers[index] = OtherLayer()
+                layers[index] = OtherLayer(layers[index])
+        width = _width_of(module.get_input_embeddings())
+        before, behind = self.own_layers.start - 1, self.own_layers.stop
         if not stage.is_first:
-            module.set_input_embeddings(NoEmbedding(_width_of(module.get_input_embeddings()), dtype))
-            self._received = layers[self.own_layers.start - 1] = ReceivedRows()
+            module.set_input_embeddings(NoEmbedding(width, dtype))
+            self._received = layers[before] = ReceivedRows(layers[before])
         if not stage.is_last:
             if head_of(module) is not None:
-                module.set_output_embeddings(NoHead())
-            self._kept = layers[self.own_layers.stop] = KeptRows()
+                module.set_output_embeddings(NoHead(width, dtype))
+            self._kept = layers[behind] = KeptRows(layers[behind])
 
     def receive(self, rows: torch.Tensor) -> None:
         """Give the stage the rows [T, hidden size] of the stage before, for the module's next call."""

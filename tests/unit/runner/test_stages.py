@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,6 +131,20 @@ def test_what_layers_have_in_the_cache_is_found_out(tmp_path: Path, name: str, a
     assert [isinstance(layer, LayerState) for layer in layout.layers] == are_states
     for group in layout.groups:
         assert {are_states[layer] for layer in group.layers} == {group.window == STATE_WINDOW}
+
+
+@pytest.mark.parametrize("name", ["mamba2", "nemotron_h"])
+def test_models_that_ask_their_layers_and_head_for_more_than_rows_are_divided(tmp_path: Path, name: str) -> None:
+    """For the kind of a layer, and for the dtype of the head's weight."""
+    write_random_model(tmp_path, LISTED_TYPES[name], seed=1)
+    answers = []
+    for stages in (1, 2):
+        spec = TorchSpec(tmp_path, dtype="float32", num_blocks=60, pipeline_parallel=stages)
+        with closing(load_runner(spec, start_stages=FakeStages.start)) as runner:
+            blocks = range(1, 1 + len(runner.layout.groups))
+            prompt = NewRequestData("p", [5, 6, 7, 8, 9], (), SamplingParams(temperature=0.0), blocks, 0)
+            answers.append(runner.execute_model(SchedulerOutput(0, [prompt], [], {"p": 5}, 5)).sampled_token_ids)
+    assert answers[0] == answers[1]
 
 
 def test_a_layer_without_attention_or_a_state_must_be_of_a_type_that_has_neither() -> None:

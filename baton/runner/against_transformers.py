@@ -88,7 +88,7 @@ class TransformersLogits:
         config = loaded.config
         if keeps_weights:
             read_once(loaded.module)
-        tokens = tuple(check_tokens(min(_NUM_TOKENS, config.max_position_embeddings), config.vocab_size))
+        tokens = tuple(check_tokens(min(_NUM_TOKENS, loaded.max_model_len), config.vocab_size))
         is_mixture = any(map(is_experts, loaded.module.modules()))
         noise = _FP8_NOISE if cache_dtype == "fp8" else _NOISE
         failure, logits = "", None

@@ -159,8 +159,10 @@ class _Loading:
             dequantize=spec.dequantize,
         )
         for layer in configs_of_layers(config):
-            num_kv_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
-            stage_spec.check_divides(config.num_hidden_layers, layer.num_attention_heads, num_kv_heads)
+            # A model without attention has no heads to divide.
+            num_heads = getattr(layer, "num_attention_heads", spec.tensor_parallel)
+            num_kv_heads = getattr(layer, "num_key_value_heads", None) or num_heads
+            stage_spec.check_divides(config.num_hidden_layers, num_heads, num_kv_heads)
         return stage_spec
 
     def leading(
@@ -172,7 +174,7 @@ class _Loading:
             return LeadingTransformer(self.model, operations, spec, ONE_STAGE, first_rank)
         stages.load(spec, first_rank)
         leading = LeadingStage(self.model, operations, spec, stages, first_rank)
-        stages.wait_until_ready(leading.layout.num_layers)
+        stages.wait_until_ready(leading.entries_of_stages)
         return leading
 
     def runner(

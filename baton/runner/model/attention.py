@@ -6,14 +6,14 @@ Every attention module has an attribute `baton_attend`, to which it passes queri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from baton.engine.runner import STATE_WINDOW, KVLayout, LayerGeometry, LayerState
+from baton.engine.runner import KVLayout, LayerGeometry, LayerState
 from baton.errors import ConfigError
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures, StepLayout
 from baton.runner.backends.cpu.kernels.attention import BFLOAT16_BYTES
@@ -23,12 +23,23 @@ from baton.runner.backends.operations import Operations
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.ranks.ranks import ONE_RANK, Ranks
 from baton.runner.model.checkpoint import configs_of_layers
-from baton.runner.model.states.keepers import EchoStates, KeepStates, PagedStates, ProbeStates, StatesOfOwnParts
+from baton.runner.model.states.keepers import (
+    EchoStates,
+    KeepStates,
+    PagedStates,
+    ProbeStates,
+    StatesOfOwnParts,
+    groups_of,
+)
 from baton.runner.parts import OwnHeads, Shard
 
 ATTENTION_NAME = "baton_paged"
 ENCODER_DECODER_ATTENTION = "baton_encoder_decoder"
 """The attention of models with an encoder and a decoder; see baton/runner/encoder_decoder/attention.py."""
+KINDS_WITHOUT_CACHE = frozenset({"mlp", "moe"})
+"""The layers, by transformers' names, that look at each token alone."""
+_TOLD_WITH_CALLS = -1
+"""What transformers has in place of the number of an attention's layer, if several layers share its weights."""
 
 _WITHOUT_EFFECT = frozenset({"position_ids", "cache_position"})
 """What layers tell their attention that changes no result: the rows are rotated, and their places in the cache known.
@@ -127,18 +138,15 @@ def cache_views(memory: torch.Tensor, layout: KVLayout, shard: Shard) -> dict[in
 class PagedAttention:
     """Stores a step's keys and values in the cache, and attends over the cache."""
 
-    def __init__(self, operations: Operations, memory: torch.Tensor, layout: KVLayout, first_layer: int = 0) -> None:
-        """`memory`: the cache, flat, [num_blocks * block_elements]. `first_layer`: the model's layer that is the first
-        one in `layout`."""
+    def __init__(self, operations: Operations, memory: torch.Tensor, layout: KVLayout, layers: Sequence[int]) -> None:
+        """`memory`: the cache, flat, [num_blocks * block_elements]. `layers`: the model's layer of each in `layout`."""
         self._operations = operations
         views = cache_views(memory, layout, operations.ranks.shard)
-        self._caches = {first_layer + layer: view for layer, view in views.items()}
-        self._groups = {
-            first_layer + layer: index for index, group in enumerate(layout.groups) for layer in group.layers
-        }
+        self._caches = {layers[entry]: view for entry, view in views.items()}
+        self._groups = groups_of(layout, layers, views)
         self.layout: StepLayout | None = None
         """The step that is being computed; None between steps."""
-        self.states = PagedStates(operations, memory, layout, first_layer, lambda: self.layout)
+        self.states = PagedStates(operations, memory, layout, layers, lambda: self.layout)
 
     def attend(
         self,
@@ -189,20 +197,17 @@ class ProbeAttention:
     Raises UnsupportedAttention for a layer that calls it twice.
     """
 
-    def found(self) -> tuple[dict[int, LayerGeometry | LayerState], dict[int, int | None]]:
-        """What each layer has in the cache, and its window. Raises UnsupportedAttention for one that has both kinds."""
-        if both := sorted(self.layers.keys() & self.states.layers.keys()):
-            raise UnsupportedAttention(
-                f"its layer {both[0]} has keys and a state, and the cache has room for one of them in each layer"
-            )
-        of_states = dict.fromkeys(self.states.layers, STATE_WINDOW)
-        return {**self.layers, **self.states.layers}, {**self.windows, **of_states}
-
     layers: dict[int, LayerGeometry] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
     have_sinks: bool = False
     """Whether any layer has attention sinks."""
     states: ProbeStates = field(default_factory=ProbeStates)
+
+    def found(self) -> dict[int, tuple[LayerGeometry | LayerState, ...]]:
+        """What each layer that called has in the cache: keys, a state, or keys and then a state."""
+        every = sorted(self.layers.keys() | self.states.layers.keys())
+        kinds: tuple[Mapping[int, LayerGeometry | LayerState], ...] = (self.layers, self.states.layers)
+        return {index: tuple(kind[index] for kind in kinds if index in kind) for index in every}
 
     def attend(
         self,
@@ -283,6 +288,17 @@ class AttendOwnHeads:
         rows = attended.reshape(attended.shape[0], -1)
         every = self._ranks.gather(rows, [rows.shape[1]] * shard.size)
         return every.view(every.shape[0], query.shape[1], -1)
+
+
+def number_layers(module: nn.Module, num_layers: int) -> None:
+    """Give attention that is told the number of its layer with each call, as in zamba2, that number for itself."""
+    for part in module.modules():
+        if isinstance(part, nn.ModuleList) and len(part) == num_layers:
+            for index, layer in enumerate(part):
+                parts: Iterator[Any] = layer.modules()
+                for inner in parts:
+                    if getattr(inner, "layer_idx", None) == _TOLD_WITH_CALLS:
+                        inner.layer_idx = index
 
 
 def bind(module: nn.Module, attend: AttendOrKeep, ranks: Ranks = ONE_RANK) -> None:

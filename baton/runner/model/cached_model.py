@@ -1,7 +1,8 @@
 """What all models with a KV cache have in common: the cache's layout and memory, and the widths of rows in steps.
 
 Layers are divided into groups that share KV blocks: layers with equal windows, in groups of about one size, and layers
-that keep states in groups of their own. Blocks of all groups have the same size, so that one pool serves all groups (as
+that keep states in groups of their own. A layer of the model with keys and a state is two layers of the cache's layout,
+and one with neither is none. Blocks of all groups have the same size, so that one pool serves all groups (as
 in vLLM's hybrid KV cache manager). A group with fewer bytes than the largest one wastes a part of its blocks, and more
 groups mean more blocks to manage.
 """
@@ -22,6 +23,7 @@ import torch
 from baton.engine.runner import (
     ELEMENT_BYTES,
     PROBE_BLOCKS,
+    STATE_WINDOW,
     KVLayout,
     KVMemory,
     LayerGeometry,
@@ -204,7 +206,9 @@ def row_widths(model: LoadedModel) -> list[int]:
     widths |= {parameter.shape[-1] for parameter in model.module.parameters()}
     widths |= widths_of(model.module)
     for layer in configs_of_layers(model.config):
-        widths.add(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
+        # A model without attention has no heads.
+        num_heads = getattr(layer, "num_attention_heads", 1)
+        widths.add(getattr(layer, "head_dim", None) or layer.hidden_size // num_heads)
     return list(widths)
 
 
@@ -226,16 +230,22 @@ def layout_of(reports: Sequence[StageReport], block_size: int, dtype: str, cache
 
     `block_size`: tokens in a block, or twice as many several times where large states are kept.
     """
-    found = {index: layer for report in reports for index, layer in report.layers.items()}
-    layers = tuple(found[index].geometry for index in sorted(found))
+    found = [
+        (entry, STATE_WINDOW if isinstance(entry, LayerState) else layer.window)
+        for report in reports
+        for _, layer in sorted(report.layers.items())
+        for entry in layer.entries
+    ]
+    entries = tuple(entry for entry, _ in found)
     if cache is None:
-        return KVLayout(block_size, layers, dtype)
-    whole = larger_for_states(KVLayout(block_size, layers, dtype if cache.dtype == "auto" else cache.dtype))
-    return replace(whole, groups=group_layers(whole, {index: layer.window for index, layer in found.items()}))
+        return KVLayout(block_size, entries, dtype)
+    whole = larger_for_states(KVLayout(block_size, entries, dtype if cache.dtype == "auto" else cache.dtype))
+    return replace(whole, groups=group_layers(whole, {index: window for index, (_, window) in enumerate(found)}))
 
 
 def group_layers(layout: KVLayout, windows: Mapping[int, int | None]) -> tuple[LayerGroup, ...]:
-    """The groups of a model, those without a window first and states last. `windows`: of each layer, by its index.
+    """The groups of a model, those without a window first and states last. `windows`: of each layer of the layout, by
+    its index.
 
     The group size is the one of least cost, where a wasted layer costs as much as a group; of two sizes with equal cost
     the one that wastes less. Of layers that keep states, a group has as many as fit into the block of the others.

@@ -19,14 +19,17 @@ from baton.errors import ConfigError
 from baton.model_formats.encoder_decoders import has_encoder_and_decoder
 from baton.model_formats.images import IMAGE_FAMILIES
 from baton.model_formats.model_types import what_instead
-from baton.runner.model.attention import ATTENTION_NAME, ENCODER_DECODER_ATTENTION
+from baton.runner.model.attention import ATTENTION_NAME, ENCODER_DECODER_ATTENTION, KINDS_WITHOUT_CACHE
 from baton.runner.model.checkpoint import Checkpoint, check_file_numbers
 from baton.runner.model.pooling_files import classifier_labels, is_classifier, is_decoder_of_both_ways, is_encoder
 from baton.runner.model.stored.plan import CheckpointNames
 
 T = TypeVar("T")
-_KINDS_OF_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "conv", "linear_attention"}
-"""The layers that are served, by transformers' names."""
+_KINDS_OF_LAYERS = {
+    *("full_attention", "sliding_attention", "chunked_attention", "conv", "linear_attention", "hybrid"),
+    *KINDS_WITHOUT_CACHE,
+}
+"""The layers that are served, by transformers' names; a hybrid one has attention and a state."""
 _SCORE = "score.weight"
 """The head's weight in checkpoints of decoders with a head for labels."""
 

@@ -4,7 +4,7 @@ first a `ProbeStates`, which only looks at shapes, then the `PagedStates` of the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -67,8 +67,8 @@ class KeepStates(Protocol):
 def state_views(
     memory: torch.Tensor, layout: KVLayout, shard: Shard
 ) -> tuple[dict[int, StateView], dict[int, StateView]]:
-    """The views of convolutions and of recurrences, by layer, of a flat block-major cache; those of a shard's columns
-    and heads."""
+    """The views of convolutions and of recurrences, by layer of the layout, of a flat block-major cache; those of a
+    shard's columns and heads."""
     if not layout.keeps_states:
         return {}, {}
     numbers, block_bytes = memory.view(torch.float32), layout.block_bytes
@@ -95,6 +95,12 @@ def state_views(
     return rows, recurrences
 
 
+def groups_of(layout: KVLayout, layers: Sequence[int], entries: Container[int]) -> dict[int, int]:
+    """The group of each of the model's layers `layers`, of which the layers `entries` of the layout are meant."""
+    groups = enumerate(layout.groups)
+    return {layers[entry]: index for index, group in groups for entry in group.layers if entry in entries}
+
+
 class PagedStates:
     """Computes over the states in the cache."""
 
@@ -103,17 +109,16 @@ class PagedStates:
         operations: Operations,
         memory: torch.Tensor,
         layout: KVLayout,
-        first_layer: int,
+        layers: Sequence[int],
         step: Callable[[], StepLayout | None],
     ) -> None:
-        """`memory`: the cache, flat. `first_layer`: the model's layer that is the first one in `layout`. `step`: the
-        step that is being computed, or None between steps."""
+        """`memory`: the cache, flat. `layers`: the model's layer of each in `layout`. `step`: the step that is being
+        computed, or None between steps."""
         self._operations, self._layout_of_step = operations, step
-        views = state_views(memory, layout, operations.ranks.shard)
-        self._rows, self._recurrences = ({first_layer + layer: view for layer, view in of.items()} for of in views)
-        self._groups = {
-            first_layer + layer: index for index, group in enumerate(layout.groups) for layer in group.layers
-        }
+        rows, recurrences = state_views(memory, layout, operations.ranks.shard)
+        self._rows = {layers[entry]: view for entry, view in rows.items()}
+        self._recurrences = {layers[entry]: view for entry, view in recurrences.items()}
+        self._groups = groups_of(layout, layers, rows.keys() | recurrences.keys())
 
     def convolve(self, layer: int, rows: torch.Tensor, by: Convolution) -> torch.Tensor:
         bias = None if by.bias is None else by.bias.float()

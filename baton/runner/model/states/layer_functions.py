@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from baton.runner.model.fused_layers import FusedNorm
 from baton.runner.model.states.keepers import Convolution, KeepStates, RecurrentRows, UnsupportedState
 
 _NORM_EPS = 1e-6
@@ -26,6 +27,9 @@ _NORM_EPS = 1e-6
 def keep_states_in_cache(module: nn.Module) -> None:
     """Make every layer of a model that keeps a state ask its `baton_attend` for it, which `bind` sets."""
     for part in module.modules():
+        if isinstance(part, FusedNorm):
+            # Layers ask the norm before them for the dtype of its weight.
+            object.__setattr__(part, "weight", part.rms_weight)
         if getattr(part, "layer_idx", None) is None:
             continue
         for name, method, names in _stateful_methods(type(part)):
@@ -82,7 +86,8 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`torch_chunk_gated_delta_rule`: query, key [1, T, G, DK], value [1, T, H, DV], g [1, T, H] or [1, T, H, DK]."""
+    """`torch_chunk_gated_delta_rule`: query and key [1, T, G, DK], value [1, T, H, DV], g [1, T, H]; and
+    `chunk_kimi_delta_attention`, with g [1, T, H, DK]."""
     rows = RecurrentRows(
         query[0],
         key[0],
@@ -123,8 +128,43 @@ def _mamba2_scan(
     return (out, None) if return_final_states else out
 
 
+def _mamba_scan(
+    layer: Any,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **_: Any,
+) -> torch.Tensor | tuple[torch.Tensor, None]:
+    """`mamba_selective_scan`: hidden_states, dt and z [1, W, T], A [W, DK], B and C [1, DK, T] (arXiv 2312.00752).
+
+    Each of the W channels is a head with values of one number and decays of its own.
+    """
+    dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
+    dt = (functional.softplus(dt) if delta_softplus else dt).float()[0].transpose(0, 1)
+    wide = hidden_states.float()[0].transpose(0, 1)
+    query, key = (rows.float().transpose(1, 2)[0].unsqueeze(1) for rows in (C, B))
+    value, decay = (wide * dt)[..., None], A.float() * dt[..., None]
+    rows = RecurrentRows(query, key, value, decay, None, 1.0, None, value.shape[1])
+    out = _states_of(layer).recur(layer.layer_idx, rows)[..., 0]
+    if D is not None:
+        out = out + wide * D.float()
+    out = out.transpose(0, 1).unsqueeze(0)
+    if z is not None:
+        out = out * functional.silu(z)
+    return (out, None) if return_last_state else out
+
+
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolve,
     "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
     "mamba2_chunk_scan": _mamba2_scan,
+    "mamba_selective_scan": _mamba_scan,
 }

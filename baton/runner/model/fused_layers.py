@@ -7,7 +7,7 @@ same without the leading dimension of one, for Baton's loop (decoder.py), and `r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -26,6 +26,37 @@ from baton.runner.model.attention import (
 )
 
 
+@runtime_checkable
+class Mixer(Protocol):
+    """What stands in a layer where most models have attention: its rows depend on those of other tokens.
+
+    A module; Baton's loop over the layers takes any that has these, under whatever name a layer has it.
+    """
+
+    layer_idx: int
+
+    @property
+    def products(self) -> Sequence[AdaptableProduct]: ...
+
+    def rows(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [T, K], cos and sin [T, R] to [T, K]; with `sample_rows`, which may be empty, only these rows.
+
+        cos and sin are those that transformers' loop gives this part, or any others if it gives it none.
+        """
+        ...
+
+    def record(
+        self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
+    ) -> Rows:
+        """Append to a program what `rows` computes; with `sampling` only for the rows that sample.
+
+        Raises KernelArgumentError for what programs have no operation for.
+        """
+        ...
+
+
 class FusedNorm(nn.Module):
     """Root mean square norm over the last dimension."""
 
@@ -37,11 +68,15 @@ class FusedNorm(nn.Module):
         self._compute = operations.rms_norm
         self._add_compute = operations.add_rms_norm
 
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm of x [..., N]."""
+        return self._compute(x, self.rms_weight, self.eps, plus_one=self.plus_one)
+
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum x + residual, and the norm of that sum."""
         return self._add_compute(x, residual, self.rms_weight, self.eps, plus_one=self.plus_one)
 
-    def record(self, program: Program, x: Rows, *, into: str) -> Rows:
+    def record(self, program: Program, x: Rows, *, into: str | Rows) -> Rows:
         return program.rms_norm(x, self.rms_weight, self.eps, plus_one=self.plus_one, into=into)
 
     def record_add(self, program: Program, x: Rows, residual: Rows, *, into: str | Rows) -> Rows:
@@ -49,7 +84,7 @@ class FusedNorm(nn.Module):
         return program.add_rms_norm(x, residual, self.rms_weight, self.eps, plus_one=self.plus_one, into=into)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._compute(x, self.rms_weight, self.eps, plus_one=self.plus_one)
+        return self.rows(x)
 
 
 class FusedMlp(nn.Module, HasProducts):

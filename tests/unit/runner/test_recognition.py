@@ -113,7 +113,7 @@ def given_other_rows_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def counting(self: Any, x: torch.Tensor) -> torch.Tensor:
         self.count = getattr(self, "count", 0) + 1
-        return cast(torch.Tensor, original(self, x)) * (1 + self.count * 2e-6)
+        return cast(torch.Tensor, original(self, x) * (1 + self.count * 2e-6))
 
     original = modeling_llama.LlamaMLP.forward
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", counting)

@@ -22,6 +22,7 @@ from torch import nn
 from baton.runner.model.attention import EchoAttention, UnsupportedAttention
 from baton.runner.model.fused_layers import FusedAttention, Mixer
 from baton.runner.model.layers import head_of
+from baton.runner.model.long_angles import LongAngles
 from baton.runner.model.loop.angles import AngleKind
 from baton.runner.model.loop.steps import Call, Step, Sum
 from baton.runner.model.stage import OtherLayer, ReceivedRows, layers_of
@@ -168,7 +169,8 @@ class LoopTrace:
             if self._count and not self._is_done:
                 self._left(name, part, args, kwargs, out)
         elif isinstance(out, tuple):
-            told = [*inspect.signature(type(part).forward).bind(part, *args, **kwargs).arguments.items()]
+            rotary = part.rotary if isinstance(part, LongAngles) else part
+            told = [*inspect.signature(type(rotary).forward).bind(rotary, *args, **kwargs).arguments.items()]
             self._rotations.append(_Rotation(part, dict(told[_ROTATED:]), out))
 
     def _left(self, name: str, part: nn.Module, args: Any, kwargs: Any, out: Any) -> None:

@@ -256,8 +256,7 @@ class Decoder:
             # Declared before all scratch, which ranks share, so that they count the same buffers.
             if logits:
                 into_logits = program.argument(self._head.out_features, sampled=True, dtype=torch.float32)
-        angles = [(cos.columns(at.start, at.stop), sin.columns(at.start, at.stop)) for at in self._angles.columns]
-        recorded = RecordedRows(program, paged, x, angles or [(cos, sin)], sampling=sampling)
+        recorded = RecordedRows(program, paged, x, self._angles.split_recorded(cos, sin), sampling=sampling)
         for operation in self._operations:
             is_last = operation is self._operations[-1]
             operation.record(recorded, hidden if sampling and is_last else None)

@@ -6,6 +6,7 @@ import io
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,8 +20,10 @@ from baton.runner.backends.cpu import kernel_file
 from baton.runner.model.fused_layers import FusedAttention, FusedMlp, FusedNorm
 from baton.runner.model.loop.angles import RotaryTable
 from baton.runner.model_runner import TorchModelRunner
-from tests.support.load_with import load_tiny
+from tests.support.listed_types import LISTED_TYPES
+from tests.support.load_with import load_tiny, load_with
 from tests.support.tiny_models import TINY_MODELS
+from tests.support.varied_models import write_varied_model
 
 PARTS = (FusedAttention, FusedMlp, FusedNorm)
 
@@ -83,11 +86,27 @@ def test_attention_that_does_something_else_is_left_as_it_is(tmp_path: Path, mon
     assert fused(runner) == (0, 3, 7)
 
 
-@pytest.mark.parametrize(("dtype", "num_fused"), [("float32", 3), ("bfloat16", 0)])
-def test_attention_with_angles_of_another_dtype_is_left_as_it_is(tmp_path: Path, dtype: str, num_fused: int) -> None:
-    runner = loaded(tmp_path, dtype=dtype, model_type="olmo")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_angles_in_float32_are_not_rounded(tmp_path: Path, dtype: str) -> None:
+    """Olmo rounds rotated rows alone; programs have no operation for that in bfloat16."""
+    transformer = loaded(tmp_path, dtype=dtype, model_type="olmo2")._transformer
+    assert transformer.has_own_loop
+    assert ("cos: is torch.float32" in transformer.why_no_programs) == (dtype == "bfloat16")
+
+
+def test_attention_with_complex_angles_is_left_as_it_is(tmp_path: Path) -> None:
+    write_varied_model(tmp_path, LISTED_TYPES["llama4_text"], seed=1)
+    runner = load_with(tmp_path, dtype="bfloat16", num_blocks=64)
     assert runner.model.bit_exact
-    assert fused(runner)[0] == num_fused
+    assert fused(runner)[0] == 0
+
+
+def test_parts_with_other_names_are_found_and_keep_them(tmp_path: Path) -> None:
+    runner = loaded(tmp_path, model_type="lfm2", layer_types=["full_attention"] * 3)
+    assert fused(runner) == (3, 3, 7)
+    assert runner._transformer.why_no_programs == ""
+    parts = {name.rpartition(".")[2] for name in runner._transformer.adapters.modules}
+    assert parts == {"q_proj", "k_proj", "v_proj", "out_proj", "w1", "w2", "w3", "lm_head"}
 
 
 def test_experts_of_older_releases_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +217,7 @@ def test_attention_that_is_not_recognised_is_named_with_its_reason(
 
     original = modeling_llama.LlamaAttention.forward
 
+    @wraps(original)
     def strict(self: Any, *arguments: Any, **named: Any) -> Any:
         if "past_key_values" not in named:
             raise TypeError("it wants past_key_values")

@@ -12,7 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from baton.runner.model.fused_layers import whole_angles
+from baton.runner.backends.cpu.kernels.buffers import Rows
+from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
+from baton.runner.model.fused_layers import AngleLayout, whole_angles
 from baton.runner.model.long_angles import LongAngles
 
 _PIECE = 1024
@@ -25,8 +27,7 @@ class AngleKind:
     rotary: nn.Module
     arguments: Mapping[str, Any]
     """What the rotary module is told besides rows and positions: the kind of the layer, for instance."""
-    half: bool
-    """Whether it computes angles for one half of the columns."""
+    layout: AngleLayout
 
 
 class RotaryTable:
@@ -37,7 +38,7 @@ class RotaryTable:
         self._rotary = kind.rotary
         self._arguments = kind.arguments
         self._like = like
-        self._half_angles = kind.half
+        self._layout = kind.layout
         self._longest = longest
         self._pieces: list[torch.Tensor] = []
         self._table = like
@@ -52,6 +53,11 @@ class RotaryTable:
     def width(self) -> int:
         """R, the number of angles for a position."""
         return self.rows(np.zeros(1, dtype=np.int64))[0].shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the angles, which may be wider than the rows'."""
+        return self.rows(np.zeros(1, dtype=np.int64))[0].dtype
 
     def rows(self, positions: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [T, R] of positions [T], or of positions in three dimensions [3, T] (M-RoPE)."""
@@ -87,14 +93,14 @@ class RotaryTable:
 
     def _stacked(self, angles: Sequence[torch.Tensor]) -> torch.Tensor:
         """Cosines and sines [2, T, R] of what a rotary module gives for positions [1, T]."""
-        return torch.stack([whole_angles(part[0], self._half_angles) for part in angles])
+        return torch.stack([whole_angles(part[0], self._layout) for part in angles])
 
     def _find_axes(self) -> torch.Tensor:
         """Find out which angles change with which of a position's three numbers."""
         at = torch.zeros(3, 1, 3, dtype=torch.int64, device=self._like.device)
         at[range(3), 0, range(3)] = 1
         given = self._rotary(self._like, at, **self._arguments)
-        _, sin = (whole_angles(angles[0], self._half_angles) for angles in given)
+        _, sin = (whole_angles(angles[0], self._layout) for angles in given)
         # The sine of an angle is 0 in the rows whose position is 0 in the dimension that it follows.
         axes: torch.Tensor = (sin != 0).to(torch.int64).argmax(dim=0)
         return axes
@@ -126,9 +132,22 @@ class AngleTables:
         cos, sin = zip(*(table.rows(positions) for table in self._tables), strict=True)
         return torch.cat(cos, dim=1), torch.cat(sin, dim=1)
 
-    def split(self, cos: torch.Tensor, sin: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The cosines and sines of each kind, from those of all."""
-        if len(self.columns) <= 1:
-            return [(cos, sin)]
-        parts = [slice(part.start, part.stop) for part in self.columns]
-        return [(cos[:, part].contiguous(), sin[:, part].contiguous()) for part in parts]
+    def split(self, cos: torch.Tensor, sin: torch.Tensor) -> dict[int | None, tuple[torch.Tensor, torch.Tensor]]:
+        """The cosines and sines of each kind, from those of all; by None none, [T, 0]."""
+        kinds: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {None: (cos[:, :0], sin[:, :0])}
+        if len(self.columns) == 1:
+            return kinds | {0: (cos, sin)}
+        for kind, part in enumerate(self.columns):
+            at = slice(part.start, part.stop)
+            kinds[kind] = cos[:, at].contiguous(), sin[:, at].contiguous()
+        return kinds
+
+    def split_recorded(self, cos: Rows, sin: Rows) -> dict[int | None, tuple[Rows, Rows]]:
+        """The same for a program. Raises KernelArgumentError for angles of another dtype than its rows."""
+        dtypes = {table.dtype for table in self._tables}
+        if dtypes - {cos.dtype}:
+            raise KernelArgumentError("cos", f"is {dtypes.pop()}, and the rows {cos.dtype}")
+        kinds: dict[int | None, tuple[Rows, Rows]] = {None: (cos.columns(0, 0), sin.columns(0, 0))}
+        for kind, part in enumerate(self.columns):
+            kinds[kind] = cos.columns(part.start, part.stop), sin.columns(part.start, part.stop)
+        return kinds

@@ -28,8 +28,8 @@ class Call:
     part: nn.Module
     given: int
     gives: int
-    angles: int = 0
-    """The kind of the angles, if the part is a mixer."""
+    angles: int | None = None
+    """The kind of the angles that a mixer takes; None: it takes none."""
 
     @property
     def operands(self) -> tuple[int, ...]:
@@ -58,8 +58,8 @@ class StepRows:
     """The rows of a step that is computed one operation after the other."""
 
     rows: dict[int, torch.Tensor]
-    angles: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    """The cosines and sines of each kind."""
+    angles: Mapping[int | None, tuple[torch.Tensor, torch.Tensor]]
+    """The cosines and sines of each kind; by None those of parts that take none, [T, 0]."""
     sample_rows: torch.Tensor | None
     """The rows that go on behind the last mixer; None: all do."""
     is_empty: bool = False
@@ -77,7 +77,7 @@ class RecordedRows:
         program: Program,
         paged: PagedAttention,
         x: Rows,
-        angles: Sequence[tuple[Rows, Rows]],
+        angles: Mapping[int | None, tuple[Rows, Rows]],
         *,
         sampling: bool,
     ) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from baton.runner.model.attention import EchoAttention, UnsupportedAttention
 from baton.runner.model.fused_layers import FusedAttention, Mixer
 from baton.runner.model.layers import head_of
-from baton.runner.model.long_angles import LongAngles
+from baton.runner.model.long_angles import LongAngles, is_rotary
 from baton.runner.model.loop.angles import AngleKind
 from baton.runner.model.loop.steps import Call, Step, Sum
 from baton.runner.model.stage import OtherLayer, ReceivedRows, layers_of
@@ -123,8 +123,11 @@ class LoopTrace:
                 hooks.callback(part.register_forward_hook(hook, with_kwargs=True).remove)
 
             behind(embedding if received is None else received, self._begin)
+            for part in module.modules():
+                if is_rotary(part):
+                    behind(part, self._left_rotary)
             for name, part in base.named_children():
-                if part is not layers and part is not embedding:
+                if part is not layers and part is not embedding and not is_rotary(part):
                     behind(part, partial(self._left_part_of_base, f"{name} of {type(base).__name__}"))
             for layer in own:
                 kind = type(layer).__name__
@@ -164,14 +167,14 @@ class LoopTrace:
     def _entered(self, _part: nn.Module, _args: Any, _kwargs: Any) -> None:
         self._num_attended = len(self._echo.seen)
 
+    def _left_rotary(self, part: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        rotary = part.rotary if isinstance(part, LongAngles) else part
+        told = [*inspect.signature(type(rotary).forward).bind(rotary, *args, **kwargs).arguments.items()]
+        self._rotations.append(_Rotation(part, dict(told[_ROTATED:]), out))
+
     def _left_part_of_base(self, name: str, part: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        if not any(tensor.dtype == torch.int64 for tensor in _tensors(args, kwargs)):
-            if self._count and not self._is_done:
-                self._left(name, part, args, kwargs, out)
-        elif isinstance(out, tuple):
-            rotary = part.rotary if isinstance(part, LongAngles) else part
-            told = [*inspect.signature(type(rotary).forward).bind(rotary, *args, **kwargs).arguments.items()]
-            self._rotations.append(_Rotation(part, dict(told[_ROTATED:]), out))
+        if self._count and not self._is_done:
+            self._left(name, part, args, kwargs, out)
 
     def _left(self, name: str, part: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         given, gives = _tensors(args, kwargs), _rows_of(out)
@@ -186,17 +189,18 @@ class LoopTrace:
         if not is_mixer and num_given > 1:
             raise NotAPlainDecoder(f"{name} takes more than rows")
         source = self._explained(given[0], f"{name} takes")
-        angles = self._kind_of_angles(name, part, args, kwargs) if is_mixer else 0
+        angles = self._kind_of_angles(name, part, args, kwargs) if is_mixer else None
         self.steps.append(Call(part, source, self._add(gives), angles))
 
-    def _kind_of_angles(self, name: str, part: nn.Module, args: Any, kwargs: Any) -> int:
+    def _kind_of_angles(self, name: str, part: nn.Module, args: Any, kwargs: Any) -> int | None:
         pairs = [value for value in (*args, *kwargs.values()) if isinstance(value, tuple) and len(value) == 2]
         if not pairs:
-            return 0
+            return None
         found = next((rotation for rotation in self._rotations if rotation.given[0] is pairs[0][0]), None)
         if found is None:
             raise NotAPlainDecoder(f"{name} takes angles of no rotary module")
-        kind = AngleKind(found.rotary, found.arguments, isinstance(part, FusedAttention) and part.half_angles)
+        layout = part.rotation.layout if isinstance(part, FusedAttention) else "halves"
+        kind = AngleKind(found.rotary, found.arguments, layout)
         if kind not in self.angles:
             self.angles.append(kind)
         return self.angles.index(kind)

@@ -113,8 +113,10 @@ class Decoder:
         """`trace`: of the module's own loop. `row_quantum`: torch computes with multiples of this many rows. `longest`:
         the most tokens of a sequence.
 
-        Raises NotAPlainDecoder for a head that is no product.
+        Raises NotAPlainDecoder for a head that is no product, and for rows of another dtype.
         """
+        if trace.dtype != dtype:
+            raise NotAPlainDecoder(f"its embedding gives {trace.dtype}, not {dtype}")
         self._adapters = adapters
         self._dtype = dtype
         self._device = device

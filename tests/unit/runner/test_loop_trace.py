@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +17,10 @@ from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.model.attention import EchoAttention
 from baton.runner.model.loop.steps import StepRows, needed_steps, operations_of
 from baton.runner.model.loop.trace import LogitsMap, LoopTrace, NotAPlainDecoder
+from baton.runner.model.random_model import write_random_model
 from tests.support.listed_types import LISTED_TYPES
 from tests.support.load_with import load_with
+from tests.support.rotary_models import PHI3_LONGROPE, ROPE_TYPES
 from tests.support.varied_models import write_varied_model
 
 WIDTH, ROWS = 16, 6
@@ -218,3 +220,20 @@ def test_listed_types_have_the_fastest_loop_that_they_can_have(tmp_path: Path, n
     transformer = load_with(tmp_path, dtype="bfloat16", num_blocks=64)._transformer
     assert transformer.has_own_loop == (name not in WITHOUT_OWN_LOOP), transformer.why_no_own_loop
     assert (transformer.why_no_programs == "") == (name in WITH_PROGRAM), transformer.why_no_programs
+
+
+_LONG_BY_KIND = {
+    **LISTED_TYPES["gemma3_text"],
+    "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), PHI3_LONGROPE["rope_parameters"]),
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [*ROPE_TYPES.values(), PHI3_LONGROPE, _LONG_BY_KIND],
+    ids=[*ROPE_TYPES, "of phi3", "of each kind of layer"],
+)
+def test_angles_of_every_type_are_the_loops_own(tmp_path: Path, config: Mapping[str, Any]) -> None:
+    write_random_model(tmp_path, config, seed=5)
+    transformer = load_with(tmp_path, dtype="bfloat16", num_blocks=64)._transformer
+    assert (transformer.why_no_own_loop, transformer.why_no_programs) == ("", "")

@@ -157,7 +157,7 @@ class _PartOperation:
         padded = functional.pad(x, (0, 0, 0, -x.shape[0] % self._row_quantum))
         out = self._call.part(padded.unsqueeze(0))
         rows: torch.Tensor = out[0] if isinstance(out, tuple) else out
-        return rows.view(padded.shape)[: x.shape[0]]
+        return rows.reshape(padded.shape)[: x.shape[0]].contiguous()
 
     def record(self, recorded: RecordedRows, into: Rows | None) -> None:
         call, part = self._call, self._call.part

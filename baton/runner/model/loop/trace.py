@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import permutations, product
 from typing import Any, Literal, NamedTuple
 
@@ -83,12 +83,14 @@ class LoopTrace:
         """The number of the rows that the head takes, or the stage behind."""
         self.width = 0
         """The width of those rows."""
+        self.dtype = torch.float32
+        """The dtype of all rows."""
         self.logits_map = LogitsMap()
         """How the logits follow from the head's output."""
         self._module = module
         self._echo = echo
         self._numbers = _numbers_of(module.config)
-        self._factors: list[float] = []
+        self._factors = [1.0]
         """Those of sums so far, which are tried before all numbers."""
         self._rows: dict[int, torch.Tensor] = {}
         """The rows that steps may be given, each [T, N]: those since the last layer's end."""
@@ -123,8 +125,9 @@ class LoopTrace:
                 hooks.callback(part.register_forward_hook(hook, with_kwargs=True).remove)
 
             behind(embedding if received is None else received, self._begin)
+            inner = [part.rotary for part in module.modules() if isinstance(part, LongAngles)]
             for part in module.modules():
-                if is_rotary(part):
+                if is_rotary(part) and all(part is not other for other in inner):
                     behind(part, self._left_rotary)
             for name, part in base.named_children():
                 if part is not layers and part is not embedding and not is_rotary(part):
@@ -154,7 +157,7 @@ class LoopTrace:
 
     def _begin(self, _part: nn.Module, _args: Any, _kwargs: Any, out: torch.Tensor) -> None:
         if not self._count:
-            self.width = out.shape[-1]
+            self.width, self.dtype = out.shape[-1], out.dtype
             self._add(out)
 
     def _add(self, rows: torch.Tensor) -> int:
@@ -183,6 +186,8 @@ class LoopTrace:
             raise NotAPlainDecoder(f"{name} takes or gives no rows")
         if self._number_of(_flat(gives)) is not None:
             return  # dropout, which leaves rows as they are
+        if gives.dtype != self.dtype:
+            raise NotAPlainDecoder(f"{name} gives {gives.dtype}, and the embedding {self.dtype}")
         is_mixer = isinstance(part, Mixer)
         if not is_mixer and len(self._echo.seen) > self._num_attended:
             raise NotAPlainDecoder(f"{name} is a {type(part).__name__}, no FusedAttention")
@@ -213,9 +218,9 @@ class LoopTrace:
         self._rows = {self.result: self._rows[self.result]}
         self._is_done = is_end
 
-    def _entered_head(self, _head: nn.Module, args: Any, _kwargs: Any) -> None:
+    def _entered_head(self, _head: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._is_done:
-            self.result = self._explained(args[0], "the head takes")
+            self.result = self._explained(_tensors(args, kwargs)[0], "the head takes")
 
     def _left_head(self, _head: nn.Module, _args: Any, _kwargs: Any, out: torch.Tensor) -> None:
         if not self._is_done:
@@ -247,7 +252,7 @@ class LoopTrace:
     def _explained_as_sum(self, rows: torch.Tensor) -> int | None:
         alike = [number for number, known in self._rows.items() if known.shape == rows.shape]
         # Factors that were found once first, and all numbers only if that isn't enough.
-        for factors in ((1.0, *self._factors), self._numbers):
+        for factors in ([*self._factors], self._numbers):
             for factor, (one, *others) in product(factors, (*permutations(alike, 2), *permutations(alike, 3))):
                 if all(_equal(self._sum(one, others, factor, count), rows[:count]) for count in (_FEW, len(rows))):
                     if factor not in self._factors:
@@ -258,7 +263,7 @@ class LoopTrace:
 
     def _sum(self, one: int, others: Sequence[int], factor: float, count: int) -> torch.Tensor:
         """The first rows of one + (the sum of the others) * factor."""
-        total = sum(self._rows[number][:count] for number in others)
+        total = reduce(torch.add, (self._rows[number][:count] for number in others))
         return self._rows[one][:count] + (total if factor == 1.0 else total * factor)
 
     def _add_sum(self, one: int, other: int, *, factor: float) -> int:

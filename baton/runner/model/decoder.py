@@ -26,10 +26,18 @@ from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.operations import Operations
 from baton.runner.model.attention import PagedAttention
-from baton.runner.model.fused_layers import FusedMlp, FusedNorm, Mixer
+from baton.runner.model.fused_layers import Mixer
 from baton.runner.model.layers import PackedLinear, head_of
 from baton.runner.model.loop.angles import AngleTables
-from baton.runner.model.loop.steps import Call, RecordedRows, StepRows, needed_steps, operations_of
+from baton.runner.model.loop.steps import (
+    FUSED_MLPS,
+    FUSED_NORMS,
+    Call,
+    RecordedRows,
+    StepRows,
+    needed_steps,
+    operations_of,
+)
 from baton.runner.model.loop.trace import LoopTrace, NotAPlainDecoder
 from baton.runner.model.stage import NoHead
 
@@ -142,7 +150,7 @@ class Decoder:
     def why_not_fused(self) -> str:
         """Why torch computes more than copies; empty when all computation is in Baton's operations."""
         parts = (step.part for step in self._steps if isinstance(step, Call))
-        by_torch = next((part for part in parts if not isinstance(part, FusedNorm | FusedMlp | Mixer)), None)
+        by_torch = next((part for part in parts if not isinstance(part, FUSED_NORMS + FUSED_MLPS + (Mixer,))), None)
         return "" if by_torch is None else f"{type(by_torch).__name__} is of a kind that Baton's kernels don't fuse"
 
     def compute(
@@ -240,7 +248,7 @@ class Decoder:
             try:
                 self._record(program, paged, *wanted)
             except KernelArgumentError as error:
-                self.why_no_programs = f"the kernels can't take it without padding, which only single calls do: {error}"
+                self.why_no_programs = f"a program can't compute it: {error}"
                 return
             programs[wanted] = program
         self._programs, self._paged, self.why_no_programs = programs, paged, ""

@@ -6,12 +6,13 @@ same without the leading dimension of one, for Baton's loop (decoder.py), and `r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts
 from baton.runner.backends.cpu.kernels.buffers import Rows
@@ -72,6 +73,11 @@ class FusedNorm(nn.Module):
         self._compute = operations.rms_norm
         self._add_compute = operations.add_rms_norm
 
+    @property
+    def width(self) -> int:
+        """N."""
+        return self.rms_weight.shape[0]
+
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of x [..., N]."""
         return self._compute(x, self.rms_weight, self.eps, plus_one=self.plus_one)
@@ -86,6 +92,31 @@ class FusedNorm(nn.Module):
     def record_add(self, program: Program, x: Rows, residual: Rows, *, into: str | Rows) -> Rows:
         """Append the norm of x + residual to a program; the sum replaces the residual in its buffer."""
         return program.add_rms_norm(x, residual, self.rms_weight, self.eps, plus_one=self.plus_one, into=into)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows(x)
+
+
+class FusedLayerNorm(nn.Module):
+    """Norm over the last dimension around its mean, by torch, which computes each row alone."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> None:
+        super().__init__()
+        self._weight = weight.detach().clone()
+        self._bias = None if bias is None else bias.detach().clone()
+        self._eps = eps
+
+    @property
+    def width(self) -> int:
+        """N."""
+        return self._weight.shape[0]
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm of x [..., N]."""
+        return functional.layer_norm(x, self._weight.shape, self._weight, self._bias, self._eps)
+
+    def record(self, program: Program, x: Rows, *, into: str | Rows) -> Rows:
+        raise KernelArgumentError("x", "has a norm around its mean, for which there is no operation")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rows(x)
@@ -130,6 +161,50 @@ class FusedMlp(nn.Module, HasProducts):
         return self.rows(x.reshape(-1, x.shape[-1]).contiguous()).view(x.shape)
 
 
+class PlainMlp(nn.Module, HasProducts):
+    """An MLP without a gate: down(act(up(x))), whose activation torch computes."""
+
+    def __init__(
+        self,
+        operations: Operations,
+        up: nn.Linear,
+        down: nn.Linear,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+        names: Sequence[str],
+        row_quantum: int,
+    ) -> None:
+        """`names`: of the linear layers of the replaced module. `row_quantum`: the activation is computed for multiples
+        of this many rows."""
+        super().__init__()
+        self._activate = activation
+        self._row_quantum = row_quantum
+        weights = [weight_of(part) for part in (up, down)]
+        self._up, self._down = (
+            AdaptableProduct(operations, operations.pack(weight), weight.shape[1], [(name, weight.shape[0])])
+            for name, weight in zip(names, weights, strict=True)
+        )
+        self._biases = [None if part.bias is None else part.bias.detach().clone() for part in (up, down)]
+
+    @property
+    def products(self) -> Sequence[AdaptableProduct]:
+        return self._up, self._down
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, K] to [T, K]."""
+        up_bias, down_bias = self._biases
+        inner = self._up.linear(x, up_bias)
+        # torch's elementwise kernels round differently in the tail of a tensor, so only padding may be in the tail.
+        padded = functional.pad(inner, (0, 0, 0, -x.shape[0] % self._row_quantum))
+        return self._down.linear(self._activate(padded)[: x.shape[0]].contiguous(), down_bias)
+
+    def record(self, program: Program, x: Rows, *, into: str) -> Rows:
+        raise KernelArgumentError("x", "goes through an activation without a gate, for which there is no operation")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows(x.reshape(-1, x.shape[-1]).contiguous()).view(x.shape)
+
+
+AnyNorm = FusedNorm | FusedLayerNorm
 AngleLayout = Literal["halves", "half", "pairs"]
 """How a model's cosines and sines are laid out: both halves are equal, only one half is there, or each two neighbours
 are equal."""
@@ -170,7 +245,7 @@ class FusedAttention(nn.Module, HasProducts):
         layer_idx: int,
         given: AttentionWeights,
         heads: tuple[int, int, int],
-        norms: tuple[FusedNorm | None, FusedNorm | None],
+        norms: tuple[AnyNorm | None, AnyNorm | None],
         how: AttentionParameters,
         rotation: Rotation,
     ) -> None:
@@ -240,9 +315,9 @@ class FusedAttention(nn.Module, HasProducts):
         every = operations.ranks.gather(own, [own.shape[1]] * operations.ranks.shard.size)
         return self._out.linear(every, self._out_bias)
 
-    def _normed(self, x: torch.Tensor, norm: FusedNorm, own: range) -> torch.Tensor:
+    def _normed(self, x: torch.Tensor, norm: AnyNorm, own: range) -> torch.Tensor:
         """The norm of each head of x [T, H, D], or of all heads together. `own`: which heads these are."""
-        if norm.rms_weight.shape[0] == self._head_dim:
+        if norm.width == self._head_dim:
             return norm.rows(x)
         ranks, width = self._operations.ranks, len(own) * self._head_dim
         rows = x.reshape(x.shape[0], width)
@@ -250,7 +325,7 @@ class FusedAttention(nn.Module, HasProducts):
             return norm.rows(rows).view(x.shape)
         every = ranks.gather(rows, [width] * ranks.shard.size)
         # Several ranks have the same heads of keys if there are fewer heads than ranks.
-        alike = every.shape[1] // norm.rms_weight.shape[0]
+        alike = every.shape[1] // norm.width
         every = every.view(x.shape[0], -1, width)[:, ::alike].reshape(x.shape[0], -1)
         return heads_in(norm.rows(every).view(x.shape[0], -1, self._head_dim), own)
 
@@ -287,8 +362,8 @@ class FusedAttention(nn.Module, HasProducts):
         attended = paged.record(program, self.layer_idx, query, key, value, self._how, into="attended")
         return self._out.record(program, attended, self._out_bias, into=into)
 
-    def _record_norm(self, program: Program, x: Rows, norm: FusedNorm, *, into: str) -> Rows:
-        if norm.rms_weight.shape[0] != self._head_dim and self._operations.ranks.shard.size > 1:
+    def _record_norm(self, program: Program, x: Rows, norm: AnyNorm, *, into: str) -> Rows:
+        if norm.width != self._head_dim and self._operations.ranks.shard.size > 1:
             raise KernelArgumentError("x", "has only a rank's own heads, and the norm is of all heads")
         return norm.record(program, x, into=into)
 

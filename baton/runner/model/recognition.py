@@ -22,10 +22,13 @@ from baton.runner.backends.torch_operations import activate, rms_norm
 from baton.runner.model.attention import EchoAttention, heads_in
 from baton.runner.model.fused_layers import (
     AngleLayout,
+    AnyNorm,
     AttentionWeights,
     FusedAttention,
+    FusedLayerNorm,
     FusedMlp,
     FusedNorm,
+    PlainMlp,
     Rotation,
     rotate_exactly,
 )
@@ -47,6 +50,9 @@ _MLP_NAMES = (
     ("input_linear", "output_linear"),
 )
 """What models call the linear layers of a gated MLP: of gate and up, and the last one."""
+_PLAIN_MLP_NAMES = (("up_proj", "down_proj"), ("c_fc", "c_proj"), ("fc1", "fc2"), ("dense_h_to_4h", "dense_4h_to_h"))
+"""The same of an MLP without a gate."""
+_OF_LAYER_NORMS = ({"weight"}, {"weight", "bias"})
 _PROJECTION_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _OUT_NAMES = (("o_proj",), ("out_proj",), ("dense",))
 _HEAD_NORM_NAMES = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
@@ -57,8 +63,9 @@ _TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2}
 Release = Callable[[nn.Module], None]
 
 
-def fuse(module: nn.Module, operations: Operations, release: Release) -> str:
-    """Replace recognised parts in place; `release` is called with every module that was replaced.
+def fuse(module: nn.Module, operations: Operations, row_quantum: int, release: Release) -> str:
+    """Replace recognised parts in place; `release` is called with every module that was replaced. `row_quantum`: torch
+    computes multiples of this many rows.
 
     Returns why the last attention module that was not recognised was not; empty when all of them were.
     """
@@ -68,13 +75,15 @@ def fuse(module: nn.Module, operations: Operations, release: Release) -> str:
     with torch.inference_mode():
         angle_dtypes = _angle_dtypes(module)
         for parent, name, child in children_of(module):
-            norm = _fused_norm(child, operations, generator)
+            norm = _fused_norm(child, operations, generator) or _fused_layer_norm(child, generator)
             if norm is not None:
                 setattr(parent, name, norm)
         for parent, name, child in children_of(module):
             try:
-                fused = _fused_mlp(child, operations, generator) or _fused_attention(
-                    child, operations, generator, widths, angle_dtypes
+                fused = (
+                    _fused_mlp(child, operations, generator)
+                    or _plain_mlp(child, operations, generator, row_quantum)
+                    or _fused_attention(child, operations, generator, widths, angle_dtypes)
                 )
             except _NotRecognised as reason:
                 why_not = f"{type(child).__name__}: {reason}"
@@ -136,6 +145,34 @@ def _fused_norm(child: nn.Module, operations: Operations, generator: torch.Gener
     return None
 
 
+def _fused_layer_norm(child: nn.Module, generator: torch.Generator) -> FusedLayerNorm | None:
+    names = {name for name, _ in child.named_parameters()}
+    eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))
+    if isinstance(child, nn.Linear) or list(child.children()) or not eps or names not in _OF_LAYER_NORMS:
+        return None
+    weight, bias = child.get_parameter("weight").detach(), getattr(child, "bias", None)
+    if weight.dim() != 1 or (bias is not None and bias.shape != weight.shape):
+        return None
+    rows = torch.randn(_ROWS, weight.shape[0], dtype=torch.float32, generator=generator)
+    x = (rows * torch.tensor([1e-3, 1e-2, 1.0, 3.0, 50.0])[:, None] + torch.arange(_ROWS)[:, None]).to(weight)
+    fused = (FusedLayerNorm(factor, bias, eps) for factor in (weight, weight + 1))
+    return next((norm for norm in fused if _agree(child(x), norm(x))), None)
+
+
+def _plain_mlp(child: Any, operations: Operations, generator: torch.Generator, row_quantum: int) -> PlainMlp | None:
+    linear, activation = _linears(child, _PLAIN_MLP_NAMES), _activation_function(child)
+    if linear is None or activation is None:
+        return None
+    others = [part for name, part in child.named_children() if name not in linear and part is not activation]
+    if not all(isinstance(part, nn.Dropout) for part in others):
+        return None  # a whole layer, which takes more than rows
+    up, down = linear.values()
+    x = _like_input(up, torch.randn(1, _ROWS, up.in_features, dtype=torch.float32, generator=generator))
+    if not _agree(child(x), down(activation(up(x)))):
+        return None
+    return PlainMlp(operations, up, down, activation, [*linear], row_quantum)
+
+
 def _fused_mlp(child: Any, operations: Operations, generator: torch.Generator) -> FusedMlp | None:
     linear = _linears(child, _MLP_NAMES)
     if linear is None:
@@ -160,10 +197,14 @@ def _like_input(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 def _activation_of(child: Any) -> Activation | None:
     """The activation that a part has, if it is a known one; of a part that has none the most common."""
-    names = ("act_fn", "activation_fn", "activation", "act")
-    function = next((part for name in names if callable(part := getattr(child, name, None))), functional.silu)
+    function = _activation_function(child) or functional.silu
     x = torch.linspace(-9, 9, 256)
     return next((name for name in _ACTIVATIONS if torch.allclose(function(x), activate(x, name), atol=1e-6)), None)
+
+
+def _activation_function(child: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    names = ("act_fn", "activation_fn", "activation", "act")
+    return next((part for name in names if callable(part := getattr(child, name, None))), None)
 
 
 def _fused_attention(
@@ -253,16 +294,16 @@ def _echoed(
     return echo, child(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)[0]
 
 
-def _head_norms(child: Any, heads: tuple[int, int, int]) -> tuple[FusedNorm | None, FusedNorm | None]:
+def _head_norms(child: Any, heads: tuple[int, int, int]) -> tuple[AnyNorm | None, AnyNorm | None]:
     """The norms of queries and keys, of each head or of all together. Raises _NotRecognised for others."""
     num_heads, num_kv_heads, dim = heads
     for names in _HEAD_NORM_NAMES:
         query, key = (getattr(child, name, None) for name in names)
         if query is None and key is None:
             continue
-        if not isinstance(query, FusedNorm) or not isinstance(key, FusedNorm):
+        if not isinstance(query, AnyNorm) or not isinstance(key, AnyNorm):
             raise _NotRecognised("its queries and keys have norms of another kind")
-        sizes = (query.rms_weight.shape[0], key.rms_weight.shape[0])
+        sizes = (query.width, key.width)
         if sizes not in ((dim, dim), (num_heads * dim, num_kv_heads * dim)):
             raise _NotRecognised(f"the norms of its queries and keys are {sizes[0]} and {sizes[1]} wide")
         return query, key
@@ -271,7 +312,7 @@ def _head_norms(child: Any, heads: tuple[int, int, int]) -> tuple[FusedNorm | No
 
 def _rotation(
     weights: AttentionWeights,
-    norms: tuple[FusedNorm | None, FusedNorm | None],
+    norms: tuple[AnyNorm | None, AnyNorm | None],
     x: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -293,13 +334,13 @@ def _rotation(
 
 
 def _turned(
-    rows: torch.Tensor, norm: FusedNorm | None, rotation: Rotation, cos_sin: Sequence[torch.Tensor]
+    rows: torch.Tensor, norm: AnyNorm | None, rotation: Rotation, cos_sin: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """Queries or keys [T, H, D] as attention gets them."""
     rows = rows.clone()
 
     def normed() -> torch.Tensor:
-        return rows if norm is None else norm.rows(rows.view(len(rows), -1, len(norm.rms_weight))).view(rows.shape)
+        return rows if norm is None else norm.rows(rows.view(len(rows), -1, norm.width)).view(rows.shape)
 
     if not rotation.norms_last:
         rows = normed()

@@ -103,7 +103,7 @@ class Transformer(CachedModel):
         """Which sequences have the angles of long ones; None: those of all are the same."""
         self._long_angles = [part for part in model.module.modules() if isinstance(part, LongAngles)]
         mapped = MappedFiles(model.checkpoint.weight_files)
-        self._why_not_recognised = fuse(model.module, operations, mapped.release)
+        self._why_not_recognised = fuse(model.module, operations, self.row_quantum, mapped.release)
         replace_products(model.module, operations, self.row_quantum, mapped.release)
         self.adapters = ModelAdapters(
             model.module, operations, self.dtype, self.row_quantum, self.device, CheckpointNames

@@ -17,7 +17,7 @@ import torch
 from baton.messages.node_report import ComputePath
 from baton.node.process import log_slow_paths
 from baton.runner.backends.cpu import kernel_file
-from baton.runner.model.fused_layers import FusedAttention, FusedMlp, FusedNorm
+from baton.runner.model.fused_layers import FusedAttention, FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp
 from baton.runner.model.loop.angles import RotaryTable
 from baton.runner.model_runner import TorchModelRunner
 from tests.support.listed_types import LISTED_TYPES
@@ -107,6 +107,23 @@ def test_parts_with_other_names_are_found_and_keep_them(tmp_path: Path) -> None:
     assert runner._transformer.why_no_programs == ""
     parts = {name.rpartition(".")[2] for name in runner._transformer.adapters.modules}
     assert parts == {"q_proj", "k_proj", "v_proj", "out_proj", "w1", "w2", "w3", "lm_head"}
+
+
+@pytest.mark.parametrize(
+    ("name", "up_and_down"),
+    [("starcoder2", {"c_fc", "c_proj"}), ("nemotron", {"up_proj", "down_proj"}), ("phi", {"fc1", "fc2"})],
+)
+def test_norms_around_the_mean_and_mlps_without_a_gate_are_found(
+    tmp_path: Path, name: str, up_and_down: set[str]
+) -> None:
+    write_varied_model(tmp_path, LISTED_TYPES[name], seed=1)
+    runner = load_with(tmp_path, dtype="bfloat16", num_blocks=64)
+    assert runner.model.bit_exact
+    kinds = Counter(type(part) for part in runner._transformer._module.modules())
+    num_norms = {"starcoder2": 9, "nemotron": 9, "phi": 5}[name]
+    assert (kinds[FusedAttention], kinds[PlainMlp], kinds[FusedLayerNorm]) == (4, 4, num_norms)
+    assert runner._transformer.row_quantum == 1, "nothing has to be padded but rows in activations"
+    assert up_and_down < {module.rpartition(".")[2] for module in runner._transformer.adapters.modules}
 
 
 def test_experts_of_older_releases_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

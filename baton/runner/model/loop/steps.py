@@ -18,7 +18,10 @@ from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.model.attention import PagedAttention
-from baton.runner.model.fused_layers import FusedMlp, FusedNorm, Mixer
+from baton.runner.model.fused_layers import FusedLayerNorm, FusedMlp, FusedNorm, Mixer, PlainMlp
+
+FUSED_NORMS = (FusedNorm, FusedLayerNorm)
+FUSED_MLPS = (FusedMlp, PlainMlp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,7 @@ class _PartOperation:
         self._row_quantum = row_quantum
         part: Any = call.part
         self._rows: Callable[[torch.Tensor], torch.Tensor] = self._by_torch
-        if isinstance(part, FusedMlp | FusedNorm):
+        if isinstance(part, FUSED_NORMS + FUSED_MLPS):
             self._rows = part.rows
 
     def run(self, step: StepRows) -> None:
@@ -162,10 +165,10 @@ class _PartOperation:
     def record(self, recorded: RecordedRows, into: Rows | None) -> None:
         call, part = self._call, self._call.part
         x = recorded.rows[call.given]
-        if isinstance(part, FusedNorm):
+        if isinstance(part, FUSED_NORMS):
             name = recorded.for_norm(call.gives)
             rows = part.record(recorded.program, x, into=into or name)
-        elif isinstance(part, FusedMlp):
+        elif isinstance(part, FUSED_MLPS):
             rows = part.record(recorded.program, x, into=recorded.for_product(call.gives))
         else:
             raise KernelArgumentError("part", f"is a {type(part).__name__}, which torch computes")

@@ -232,6 +232,30 @@ class AttentionWeights(NamedTuple):
     projections: Mapping[str, nn.Linear]
     """Of q, k and v, or of all three in one."""
     out: tuple[str, nn.Linear]
+    gate: tuple[str, nn.Linear] | None = None
+    """What the gate of the attention's result is computed with, if that is a layer of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputGate:
+    """What attention's result is multiplied with before its last product: the activation of rows of gates."""
+
+    activation: Literal["sigmoid", "softplus"]
+    in_queries: bool
+    """Whether each head's gate follows its query in their product; otherwise gates have a product of their own, which
+    gives one number for each head or for each of its columns."""
+    row_quantum: int
+    """The activation is computed for multiples of this many rows."""
+
+    def of(self, gates: torch.Tensor) -> torch.Tensor:
+        """The activation of gates [T, N], in their dtype."""
+        # torch's elementwise kernels round differently in the tail of a tensor, so only padding may be in the tail.
+        padded = functional.pad(gates, (0, 0, 0, -gates.shape[0] % self.row_quantum))
+        if self.activation == "sigmoid":
+            active = torch.sigmoid(padded)
+        else:
+            active = functional.softplus(padded.float()).to(gates.dtype)
+        return active[: gates.shape[0]]
 
 
 class FusedAttention(nn.Module, HasProducts):
@@ -248,6 +272,7 @@ class FusedAttention(nn.Module, HasProducts):
         norms: tuple[AnyNorm | None, AnyNorm | None],
         how: AttentionParameters,
         rotation: Rotation,
+        gate: OutputGate | None = None,
     ) -> None:
         """`heads`: H, KH and the width of a head. `norms`: each as wide as one head, or as all of its heads."""
         super().__init__()
@@ -259,6 +284,9 @@ class FusedAttention(nn.Module, HasProducts):
         """The heads that this rank computes."""
         self._heads, self._kv_heads = len(self.own_heads.queries), len(self.own_heads.kv)
         self._norms = norms
+        self._gate = gate
+        self._query_width = self._head_dim * (2 if gate is not None and gate.in_queries else 1)
+        """The columns of a head in the product of queries."""
         self._how = of_own_heads(how, self.own_heads)
         own_rows = self._own_rows(num_heads, num_kv_heads)
         weights = {name: weight_of(part) for name, part in given.projections.items()}
@@ -270,32 +298,45 @@ class FusedAttention(nn.Module, HasProducts):
         )
         bias = _joined_bias([*weights.values()], [part.bias for part in given.projections.values()])
         self._qkv_bias = None if bias is None else torch.cat([bias[rows.start : rows.stop] for rows in own_rows])
+        self._gates: AdaptableProduct | None = None
+        if given.gate is not None:
+            name, weight = given.gate[0], weight_of(given.gate[1])
+            own, of_head = self.own_heads.queries, weight.shape[0] // num_heads
+            rows = [range(own.start * of_head, own.stop * of_head)]
+            packed = operations.pack_own(*rows_in([weight], rows))
+            self._gates = AdaptableProduct(operations, packed, weight.shape[1], [(name, weight.shape[0])])
         name, out = given.out[0], weight_of(given.out[1])
         self._out = AdaptableProduct(operations, operations.pack(out), out.shape[1], [(name, out.shape[0])])
         self._out_bias = None if given.out[1].bias is None else given.out[1].bias.detach().clone()
 
     @property
     def products(self) -> Sequence[AdaptableProduct]:
-        return self._qkv, self._out
+        return (self._qkv, self._out) if self._gates is None else (self._qkv, self._gates, self._out)
 
     def _own_rows(self, num_heads: int, num_kv_heads: int) -> list[range]:
         """Where the own queries, keys and values are among the outputs of the stacked weights."""
-        own, dim = self.own_heads, self._head_dim
-        parts = ((0, own.queries), (num_heads, own.kv), (num_heads + num_kv_heads, own.kv))
-        return [range((before + heads.start) * dim, (before + heads.stop) * dim) for before, heads in parts]
+        own, dim, of_query = self.own_heads, self._head_dim, self._query_width
+        keys = num_heads * of_query
+        parts = ((0, own.queries, of_query), (keys, own.kv, dim), (keys + num_kv_heads * dim, own.kv, dim))
+        return [range(at + heads.start * size, at + heads.stop * size) for at, heads, size in parts]
 
     def rows(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x [T, K], cos and sin [T, R] to [T, K]; with `sample_rows`, which may be empty, only these rows."""
-        operations, heads, both = self._operations, self._heads, self._heads + self._kv_heads
-        qkv = self._qkv.linear(x, self._qkv_bias).view(x.shape[0], -1, self._head_dim)
-        query, key, value = qkv[:, :heads], qkv[:, heads:both], qkv[:, both:]
+        operations, count, dim = self._operations, x.shape[0], self._head_dim
+        keys, values = self._heads * self._query_width, self._heads * self._query_width + self._kv_heads * dim
+        qkv = self._qkv.linear(x, self._qkv_bias)
+        queries = qkv[:, :keys].view(count, -1, self._query_width)
+        query, gates = queries[..., :dim], queries[..., dim:]
+        key, value = qkv[:, keys:values].view(count, -1, dim), qkv[:, values:].view(count, -1, dim)
+        if self._gates is not None:
+            gates = self._gates.linear(x).view(count, self._heads, -1)
         query_norm, key_norm = self._norms
         if query_norm is None or key_norm is None:
-            self._rotate(qkv[:, :both], cos, sin)
+            self._rotate_both(qkv, query, key, cos, sin)
         elif self.rotation.norms_last:
-            self._rotate(qkv[:, :both], cos, sin)
+            self._rotate_both(qkv, query, key, cos, sin)
             query = self._normed(query, query_norm, self.own_heads.queries)
             key = self._normed(key, key_norm, self.own_heads.kv)
         else:
@@ -304,13 +345,15 @@ class FusedAttention(nn.Module, HasProducts):
             self._rotate(query, cos, sin)
             self._rotate(key, cos, sin)
         if sample_rows is not None:
-            query = query[sample_rows]
+            query, gates = query[sample_rows], gates[sample_rows]
             self._qkv.keep(sample_rows)
         attended = self.baton_attend.attend(
             self.layer_idx, query, key, value, self._how, sampling=sample_rows is not None
         )
         if attended.shape[0] == 0:
             return x[:0]
+        if self._gate is not None:
+            attended = attended * self._gate.of(gates.flatten(1)).view(gates.shape)
         own = attended.view(attended.shape[0], -1)
         every = operations.ranks.gather(own, [own.shape[1]] * operations.ranks.shard.size)
         return self._out.linear(every, self._out_bias)
@@ -329,6 +372,17 @@ class FusedAttention(nn.Module, HasProducts):
         every = every.view(x.shape[0], -1, width)[:, ::alike].reshape(x.shape[0], -1)
         return heads_in(norm.rows(every).view(x.shape[0], -1, self._head_dim), own)
 
+    def _rotate_both(
+        self, qkv: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> None:
+        """Rotate queries and keys in their product's rows."""
+        if self._query_width == self._head_dim:
+            width = (self._heads + self._kv_heads) * self._head_dim
+            self._rotate(qkv[:, :width].view(qkv.shape[0], -1, self._head_dim), cos, sin)
+        else:
+            self._rotate(query, cos, sin)
+            self._rotate(key, cos, sin)
+
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Rotate the first R columns of x [T, H, D] in place."""
         if self.rotation.kind == "none" or cos.shape[1] == 0:
@@ -342,6 +396,10 @@ class FusedAttention(nn.Module, HasProducts):
         self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
     ) -> Rows:
         """Append to a program what `rows` computes; with `sampling` only for the rows that sample."""
+        if self._gate is not None:
+            raise KernelArgumentError(
+                "x", "is multiplied with the activation of gates, for which there is no operation"
+            )
         queries, both = self._heads * self._head_dim, (self._heads + self._kv_heads) * self._head_dim
         qkv = self._qkv.record(program, x, self._qkv_bias, into="qkv")
         query, key, value = qkv.columns(0, queries), qkv.columns(queries, both), qkv.columns(both, qkv.width)

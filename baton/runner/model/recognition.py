@@ -28,6 +28,7 @@ from baton.runner.model.fused_layers import (
     FusedLayerNorm,
     FusedMlp,
     FusedNorm,
+    OutputGate,
     PlainMlp,
     Rotation,
     rotate_exactly,
@@ -41,6 +42,7 @@ from baton.runner.model.stored.layers import (
 
 _ROWS = 5
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu")
+_GATE_ACTIVATIONS: tuple[Literal["sigmoid", "softplus"], ...] = ("sigmoid", "softplus")
 _LAYOUTS: tuple[AngleLayout, ...] = ("halves", "half", "pairs")
 _KINDS: tuple[Literal["halves", "pairs", "none"], ...] = ("halves", "pairs", "none")
 _MLP_NAMES = (
@@ -55,6 +57,7 @@ _PLAIN_MLP_NAMES = (("up_proj", "down_proj"), ("c_fc", "c_proj"), ("fc1", "fc2")
 _OF_LAYER_NORMS = ({"weight"}, {"weight", "bias"})
 _PROJECTION_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _OUT_NAMES = (("o_proj",), ("out_proj",), ("dense",))
+_GATE_NAMES = (("gate_proj",), ("g_proj",))
 _HEAD_NORM_NAMES = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
 """What models call the parts of attention; what the parts compute is found out."""
 _TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2}
@@ -83,7 +86,7 @@ def fuse(module: nn.Module, operations: Operations, row_quantum: int, release: R
                 fused = (
                     _fused_mlp(child, operations, generator)
                     or _plain_mlp(child, operations, generator, row_quantum)
-                    or _fused_attention(child, operations, generator, widths, angle_dtypes)
+                    or _fused_attention(child, operations, generator, row_quantum, widths, angle_dtypes)
                 )
             except _NotRecognised as reason:
                 why_not = f"{type(child).__name__}: {reason}"
@@ -211,6 +214,7 @@ def _fused_attention(
     child: Any,
     operations: Operations,
     generator: torch.Generator,
+    row_quantum: int,
     widths: list[int],
     angle_dtypes: set[torch.dtype],
 ) -> FusedAttention | None:
@@ -247,11 +251,14 @@ def _fused_attention(
             raise _NotRecognised("keys and values have different shapes")
         norms = _head_norms(child, heads)
         rotation = _rotation(weights, norms, x[0], cos[0], sin[0], layout, echo.seen[0])
-        if rotation is not None:
-            fused = FusedAttention(operations, child.layer_idx, weights, heads, norms, echo.how, rotation)
+        why = "no known kind of rotation gives the same result"
+        if rotation is None:
+            continue
+        for gate in _output_gates(weights, heads, row_quantum):
+            fused = FusedAttention(operations, child.layer_idx, weights, heads, norms, echo.how, rotation, gate)
             if _same_attention(child, fused, x, cos, sin):
                 return fused
-        why = "no known kind of rotation gives the same result"
+        why = "its result is changed before the last product"
     raise _NotRecognised(why)
 
 
@@ -264,7 +271,8 @@ def _attention_weights(child: Any) -> AttentionWeights | None:
     if "position_embeddings" not in inspect.signature(type(child).forward).parameters:
         # It may be of any kind: attention to another text, for instance.
         raise _NotRecognised("it takes no rotary angles")
-    return AttentionWeights(projections, next(iter(out.items())))
+    gate = next(iter((_linears(child, _GATE_NAMES) or {}).items()), None)
+    return AttentionWeights(projections, next(iter(out.items())), gate)
 
 
 def _linears(child: Any, known_names: Sequence[Sequence[str]]) -> dict[str, nn.Linear] | None:
@@ -310,6 +318,21 @@ def _head_norms(child: Any, heads: tuple[int, int, int]) -> tuple[AnyNorm | None
     return None, None
 
 
+def _output_gates(
+    weights: AttentionWeights, heads: tuple[int, int, int], row_quantum: int
+) -> Sequence[OutputGate | None]:
+    """The gates that the result of attention may have."""
+    in_queries = _gates_are_in_queries(weights, heads)
+    if weights.gate is None and not in_queries:
+        return (None,)
+    return [OutputGate(activation, in_queries, row_quantum) for activation in _GATE_ACTIVATIONS]
+
+
+def _gates_are_in_queries(weights: AttentionWeights, heads: tuple[int, int, int]) -> bool:
+    num_outputs = sum(part.out_features for part in weights.projections.values())
+    return num_outputs == (2 * heads[0] + 2 * heads[1]) * heads[2]
+
+
 def _rotation(
     weights: AttentionWeights,
     norms: tuple[AnyNorm | None, AnyNorm | None],
@@ -321,7 +344,10 @@ def _rotation(
 ) -> Rotation | None:
     """What an attention layer does with the queries and keys of x [T, K], to pass `expected` to attention."""
     given = torch.cat([part(x) for part in weights.projections.values()], dim=-1).view(len(x), -1, expected[0].shape[2])
-    query, key, _ = torch.split(given, [part.shape[1] for part in expected], dim=1)
+    heads = (expected[0].shape[1], expected[1].shape[1], expected[0].shape[2])
+    if _gates_are_in_queries(weights, heads):
+        given = torch.cat((given[:, : 2 * heads[0] : 2], given[:, 2 * heads[0] :]), dim=1)
+    query, key = given[:, : heads[0]], given[:, heads[0] : heads[0] + heads[1]]
     for kind, norms_last in product(_KINDS, (False, True)):
         rotation = Rotation(kind, layout, norms_last)
         cos_sin = [rotation.arranged(angles) for angles in (cos, sin)]

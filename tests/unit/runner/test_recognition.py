@@ -17,8 +17,11 @@ import torch
 from baton.messages.node_report import ComputePath
 from baton.node.process import log_slow_paths
 from baton.runner.backends.cpu import kernel_file
+from baton.runner.backends.torch_operations import TorchOperations
+from baton.runner.model import attention
 from baton.runner.model.fused_layers import FusedAttention, FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp
 from baton.runner.model.loop.angles import RotaryTable
+from baton.runner.model.recognition import fuse
 from baton.runner.model_runner import TorchModelRunner
 from tests.support.listed_types import LISTED_TYPES
 from tests.support.load_with import load_tiny, load_with
@@ -124,6 +127,35 @@ def test_norms_around_the_mean_and_mlps_without_a_gate_are_found(
     assert (kinds[FusedAttention], kinds[PlainMlp], kinds[FusedLayerNorm]) == (4, 4, num_norms)
     assert runner._transformer.row_quantum == 1, "nothing has to be padded but rows in activations"
     assert up_and_down < {module.rpartition(".")[2] for module in runner._transformer.adapters.modules}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_among_the_queries_are_found(dtype: torch.dtype) -> None:
+    """Qwen3-Next's attention: each head's gate follows its query, and a quarter of the columns are rotated."""
+    from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention, Qwen3NextRotaryEmbedding
+
+    attention.register()
+    torch.manual_seed(3)
+    config = Qwen3NextConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    config._attn_implementation = attention.ATTENTION_NAME
+    module = torch.nn.Module()
+    module.rotary = Qwen3NextRotaryEmbedding(config)
+    module.mixer = Qwen3NextAttention(config, 0).to(dtype)
+    assert fuse(module, TorchOperations(1), row_quantum=8, release=lambda _part: None) == ""
+    assert isinstance(module.mixer, FusedAttention)
+    (queries, _, _), _ = (product.modules for product in module.mixer.products)
+    assert queries.num_outputs == 2 * 4 * 16
+
+
+@pytest.mark.parametrize(("name", "gate"), [("afmoe", "gate_proj"), ("laguna", "g_proj")])
+def test_gates_with_a_product_of_their_own_are_found(tmp_path: Path, name: str, gate: str) -> None:
+    write_varied_model(tmp_path, LISTED_TYPES[name], seed=1)
+    runner = load_with(tmp_path, num_blocks=64)
+    assert runner.model.bit_exact
+    assert fused(runner)[0] == 4
+    assert runner._transformer.has_own_loop
+    assert f"model.layers.0.self_attn.{gate}" in runner._transformer.adapters.modules
 
 
 def test_experts_of_older_releases_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,13 @@ class Before(nn.Module):
         return self.rows(x[0], NOTHING, NOTHING)[None]
 
 
+class Mixing(nn.Module):
+    """A part that mixes rows and is no mixer: it would mix those of different requests."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.roll(x, 1, dims=-2)
+
+
 class Layer(nn.Module):
     """A layer of parts with names that no model has, which `combine` computes with."""
 
@@ -60,7 +67,7 @@ class Layer(nn.Module):
         super().__init__()
         self.shuffle = Before(index)
         self.one, self.other, self.third = (nn.LayerNorm(WIDTH) for _ in range(3))
-        self.wide = nn.Linear(WIDTH, WIDTH)
+        self.wide, self.mixing = nn.Linear(WIDTH, WIDTH), Mixing()
         self.lost = nn.Dropout(0.5)
         self.combine = combine
 
@@ -176,6 +183,10 @@ def squared(layer: Any, x: torch.Tensor) -> Any:
     return x + layer.shuffle(layer.one(x * x))
 
 
+def mixing(layer: Any, x: torch.Tensor) -> Any:
+    return x + layer.mixing(layer.one(x))
+
+
 def with_more(layer: Any, x: torch.Tensor) -> Any:
     return x + layer.shuffle(torch.nn.functional.relu(layer.one(x)))
 
@@ -184,6 +195,7 @@ def with_more(layer: Any, x: torch.Tensor) -> Any:
     ("combine", "why"),
     [
         (squared, "one of Layer takes rows that are no sum of those before them"),
+        (mixing, "mixing of Layer gives rows that depend on each other"),
         (with_more, "shuffle of Layer takes rows that are no sum of those before them"),
         (lambda layer, x: layer.wide(layer.shuffle(x)) ** 2, "Layer gives rows that are no sum"),
     ],

@@ -24,7 +24,7 @@ from baton.runner.model.fused_layers import FusedAttention, Mixer
 from baton.runner.model.layers import head_of
 from baton.runner.model.long_angles import LongAngles, is_rotary
 from baton.runner.model.loop.angles import AngleKind
-from baton.runner.model.loop.steps import Call, Step, Sum
+from baton.runner.model.loop.steps import FUSED_MLPS, FUSED_NORMS, Call, Step, Sum
 from baton.runner.model.stage import OtherLayer, ReceivedRows, layers_of
 
 _FEW = 2
@@ -100,6 +100,8 @@ class LoopTrace:
         self._rotations: list[_Rotation] = []
         self._num_attended = 0
         self._is_done = False
+        self._is_asking = False
+        """Whether the call that is seen is one that this has made."""
         self._head_rows: torch.Tensor | None = None
 
     @contextmanager
@@ -130,7 +132,7 @@ class LoopTrace:
                 if is_rotary(part) and all(part is not other for other in inner):
                     behind(part, self._left_rotary)
             for name, part in base.named_children():
-                if part is not layers and part is not embedding and not is_rotary(part):
+                if not is_rotary(part) and all(part is not other for other in (layers, embedding, head)):
                     behind(part, partial(self._left_part_of_base, f"{name} of {type(base).__name__}"))
             for layer in own:
                 kind = type(layer).__name__
@@ -180,6 +182,8 @@ class LoopTrace:
             self._left(name, part, args, kwargs, out)
 
     def _left(self, name: str, part: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        if self._is_asking:
+            return
         given, gives = _tensors(args, kwargs), _rows_of(out)
         num_given = sum(value is not None for value in (*args, *kwargs.values()))
         if not given or gives is None:
@@ -193,9 +197,20 @@ class LoopTrace:
             raise NotAPlainDecoder(f"{name} is a {type(part).__name__}, no FusedAttention")
         if not is_mixer and num_given > 1:
             raise NotAPlainDecoder(f"{name} takes more than rows")
+        if not isinstance(part, (Mixer, *FUSED_NORMS, *FUSED_MLPS)) and not self._computes_rows_alone(
+            part, given[0], gives
+        ):
+            raise NotAPlainDecoder(f"{name} gives rows that depend on each other")
         source = self._explained(given[0], f"{name} takes")
         angles = self._kind_of_angles(name, part, args, kwargs) if is_mixer else None
         self.steps.append(Call(part, source, self._add(gives), angles))
+
+    def _computes_rows_alone(self, part: nn.Module, given: torch.Tensor, gives: torch.Tensor) -> bool:
+        """Whether a part gives the same rows if it is given them in another order. A row's tokens may be anyone's."""
+        self._is_asking = True
+        other = _rows_of(part(given.flip(-2)))
+        self._is_asking = False
+        return other is not None and _equal(other.flip(-2), gives)
 
     def _kind_of_angles(self, name: str, part: nn.Module, args: Any, kwargs: Any) -> int | None:
         pairs = [value for value in (*args, *kwargs.values()) if isinstance(value, tuple) and len(value) == 2]

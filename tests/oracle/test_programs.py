@@ -24,30 +24,33 @@ from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import load_model
 from baton.runner.spec import CacheSpec, WeightSpec
-from tests.support.tiny_models import TINY_MODELS
+from tests.support.listed_types import LISTED_TYPES
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
 
 BLOCK_SIZE = 16
 MODELS = {
-    **TINY_MODELS,
+    **LISTED_TYPES,
     "qwen3_windows": {
-        **TINY_MODELS["qwen3"],
+        **LISTED_TYPES["qwen3"],
         "use_sliding_window": True,
         "sliding_window": 24,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     },
     "qwen2_wide": {
-        **TINY_MODELS["qwen2"],
+        **LISTED_TYPES["qwen2"],
         "hidden_size": 320,
         "intermediate_size": 1088,
         "num_hidden_layers": 2,
         "num_attention_heads": 5,
         "num_key_value_heads": 1,
     },
-    "llama_odd_widths": {**TINY_MODELS["llama"], "intermediate_size": 120, "head_dim": 24},
+    "llama_odd_widths": {**LISTED_TYPES["llama"], "intermediate_size": 120, "head_dim": 24},
 }
-RECORDED = ["llama", "qwen2", "qwen3", "mistral", "phi3", "qwen3_windows", "qwen2_wide"]
+RECORDED = [
+    *("llama", "qwen2", "qwen3", "mistral", "phi3", "qwen3_windows", "qwen2_wide"),
+    *("gemma", "gemma2", "gemma3_text", "vaultgemma", "exaone4", "smollm3", "hunyuan_v1_dense"),
+]
 CASES = [
     (name, dtype, (1, 2, 5)[(place + turn) % 3])
     for place, name in enumerate(RECORDED)
@@ -150,6 +153,14 @@ def test_one_call_gives_the_bits_of_many(models: Path, name: str, dtype: str, th
     assert_same(recorded, single)
 
 
+@pytest.mark.parametrize("name", ["olmo2", "olmo3"])
+def test_norms_of_all_heads_are_recorded(models: Path, name: str) -> None:
+    """In bfloat16 their angles are float32, for which programs have no rotation."""
+    recorded, single = both(models, name, "float32", threads=2)
+    assert recorded.why_no_programs == ""
+    assert_same(recorded, single)
+
+
 @pytest.mark.parametrize("isa", kernels.available().isas)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_call_gives_the_bits_of_many_on_every_instruction_set(models: Path, dtype: str, isa: str) -> None:
@@ -157,7 +168,7 @@ def test_one_call_gives_the_bits_of_many_on_every_instruction_set(models: Path, 
     assert_same(*both(models, "qwen3_windows", dtype, threads=2))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gemma3_text", "deepseek_v3", "gpt_oss", "gpt2"])
+@pytest.mark.parametrize("name", ["mixtral", "granite", "glm4", "starcoder2", "cohere2", "deepseek_v3", "gpt2"])
 def test_models_that_can_not_be_recorded_run_in_single_calls(models: Path, name: str) -> None:
     transformer, single = both(models, name, "float32", threads=2)
     assert transformer.why_no_programs

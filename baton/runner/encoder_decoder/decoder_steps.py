@@ -87,7 +87,7 @@ class DecoderSteps(Transformer):
         self._positions = _replace_positions(module.get_decoder())
         distance_bias = distance_bias_of(module.get_decoder(), self._shape.most_tokens)
         release = MappedFiles(model.checkpoint.weight_files).release
-        fuse(module, operations, release)
+        fuse(module, operations, self.row_quantum, release)
         replace_products(module, operations, self.row_quantum, release)
         self._head: PackedLinear = module.get_output_embeddings()
         self.adapters = ModelAdapters(module, operations, self.dtype, self.row_quantum, self.device, CheckpointNames)

@@ -6,14 +6,17 @@ same without the leading dimension of one, for Baton's loop (decoder.py), and `r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts
 from baton.runner.backends.cpu.kernels.buffers import Rows
+from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.operations import Activation, Operations
 from baton.runner.backends.weight_rows import Weight, rows_in
@@ -21,9 +24,42 @@ from baton.runner.model.attention import (
     Attend,
     AttentionParameters,
     PagedAttention,
+    heads_in,
     of_own_heads,
     require_no_mask,
 )
+from baton.runner.model.stored.layers import weight_of
+
+
+@runtime_checkable
+class Mixer(Protocol):
+    """What stands in a layer where most models have attention: its rows depend on those of other tokens.
+
+    A module; Baton's loop over the layers takes any that has these, under whatever name a layer has it.
+    """
+
+    layer_idx: int
+
+    @property
+    def products(self) -> Sequence[AdaptableProduct]: ...
+
+    def rows(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [T, K], cos and sin [T, R] to [T, K]; with `sample_rows`, which may be empty, only these rows.
+
+        cos and sin are those that transformers' loop gives this part, [T, 0] if it gives it none.
+        """
+        ...
+
+    def record(
+        self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
+    ) -> Rows:
+        """Append to a program what `rows` computes; with `sampling` only for the rows that sample.
+
+        Raises KernelArgumentError for what programs have no operation for.
+        """
+        ...
 
 
 class FusedNorm(nn.Module):
@@ -37,11 +73,20 @@ class FusedNorm(nn.Module):
         self._compute = operations.rms_norm
         self._add_compute = operations.add_rms_norm
 
+    @property
+    def width(self) -> int:
+        """N."""
+        return self.rms_weight.shape[0]
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm of x [..., N]."""
+        return self._compute(x, self.rms_weight, self.eps, plus_one=self.plus_one)
+
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum x + residual, and the norm of that sum."""
         return self._add_compute(x, residual, self.rms_weight, self.eps, plus_one=self.plus_one)
 
-    def record(self, program: Program, x: Rows, *, into: str) -> Rows:
+    def record(self, program: Program, x: Rows, *, into: str | Rows) -> Rows:
         return program.rms_norm(x, self.rms_weight, self.eps, plus_one=self.plus_one, into=into)
 
     def record_add(self, program: Program, x: Rows, residual: Rows, *, into: str | Rows) -> Rows:
@@ -49,7 +94,32 @@ class FusedNorm(nn.Module):
         return program.add_rms_norm(x, residual, self.rms_weight, self.eps, plus_one=self.plus_one, into=into)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._compute(x, self.rms_weight, self.eps, plus_one=self.plus_one)
+        return self.rows(x)
+
+
+class FusedLayerNorm(nn.Module):
+    """Norm over the last dimension around its mean, by torch, which computes each row alone."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> None:
+        super().__init__()
+        self._weight = weight.detach().clone()
+        self._bias = None if bias is None else bias.detach().clone()
+        self._eps = eps
+
+    @property
+    def width(self) -> int:
+        """N."""
+        return self._weight.shape[0]
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm of x [..., N]."""
+        return functional.layer_norm(x, self._weight.shape, self._weight, self._bias, self._eps)
+
+    def record(self, program: Program, x: Rows, *, into: str | Rows) -> Rows:
+        raise KernelArgumentError("x", "has a norm around its mean, for which there is no operation")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows(x)
 
 
 class FusedMlp(nn.Module, HasProducts):
@@ -63,15 +133,16 @@ class FusedMlp(nn.Module, HasProducts):
         down: Weight,
         down_bias: torch.Tensor | None,
         activation: Activation,
-        gate_and_up_in_one: bool = False,
+        names: Sequence[str],
     ) -> None:
-        """`gate_and_up_in_one`: the replaced module computes both in one module, gate_up_proj."""
+        """`names`: of the linear layers of the replaced module: of gate and up, or both in one, and of down."""
         super().__init__()
         self._activation = activation
         n, k = gate.shape
-        modules = [("gate_up_proj", 2 * n)] if gate_and_up_in_one else [("gate_proj", n), ("up_proj", n)]
+        *inner, last = names
+        modules = [(name, 2 * n // len(inner)) for name in inner]
         self._gated = AdaptableProduct(operations, operations.pack_gated(gate, up), k, modules)
-        self._down = AdaptableProduct(operations, operations.pack(down), n, [("down_proj", down.shape[0])])
+        self._down = AdaptableProduct(operations, operations.pack(down), n, [(last, down.shape[0])])
         self._bias = None if down_bias is None else down_bias.detach().clone()
 
     @property
@@ -90,6 +161,103 @@ class FusedMlp(nn.Module, HasProducts):
         return self.rows(x.reshape(-1, x.shape[-1]).contiguous()).view(x.shape)
 
 
+class PlainMlp(nn.Module, HasProducts):
+    """An MLP without a gate: down(act(up(x))), whose activation torch computes."""
+
+    def __init__(
+        self,
+        operations: Operations,
+        up: nn.Linear,
+        down: nn.Linear,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+        names: Sequence[str],
+        row_quantum: int,
+    ) -> None:
+        """`names`: of the linear layers of the replaced module. `row_quantum`: the activation is computed for multiples
+        of this many rows."""
+        super().__init__()
+        self._activate = activation
+        self._row_quantum = row_quantum
+        weights = [weight_of(part) for part in (up, down)]
+        self._up, self._down = (
+            AdaptableProduct(operations, operations.pack(weight), weight.shape[1], [(name, weight.shape[0])])
+            for name, weight in zip(names, weights, strict=True)
+        )
+        self._biases = [None if part.bias is None else part.bias.detach().clone() for part in (up, down)]
+
+    @property
+    def products(self) -> Sequence[AdaptableProduct]:
+        return self._up, self._down
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, K] to [T, K]."""
+        up_bias, down_bias = self._biases
+        inner = self._up.linear(x, up_bias)
+        # torch's elementwise kernels round differently in the tail of a tensor, so only padding may be in the tail.
+        padded = functional.pad(inner, (0, 0, 0, -x.shape[0] % self._row_quantum))
+        return self._down.linear(self._activate(padded)[: x.shape[0]].contiguous(), down_bias)
+
+    def record(self, program: Program, x: Rows, *, into: str) -> Rows:
+        raise KernelArgumentError("x", "goes through an activation without a gate, for which there is no operation")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows(x.reshape(-1, x.shape[-1]).contiguous()).view(x.shape)
+
+
+AnyNorm = FusedNorm | FusedLayerNorm
+AngleLayout = Literal["halves", "half", "pairs"]
+"""How a model's cosines and sines are laid out: both halves are equal, only one half is there, or each two neighbours
+are equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What an attention layer does with queries and keys between their product and the attention."""
+
+    kind: Literal["halves", "pairs", "none"]
+    """Which columns of a head belong together: those of one half and the other, or each two neighbours."""
+    layout: AngleLayout
+    """Of the angles that the layer is given."""
+    norms_last: bool = False
+    """Whether queries and keys are rotated before their norms."""
+
+    def arranged(self, angles: torch.Tensor) -> torch.Tensor:
+        """Cosines or sines [T, R] with two equal halves, as the operations take them, from those of the model."""
+        return whole_angles(angles, self.layout)
+
+
+class AttentionWeights(NamedTuple):
+    """The weights of an attention layer, with the names of their modules."""
+
+    projections: Mapping[str, nn.Linear]
+    """Of q, k and v, or of all three in one."""
+    out: tuple[str, nn.Linear]
+    gate: tuple[str, nn.Linear] | None = None
+    """What the gate of the attention's result is computed with, if that is a layer of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputGate:
+    """What attention's result is multiplied with before its last product: the activation of rows of gates."""
+
+    activation: Literal["sigmoid", "softplus"]
+    in_queries: bool
+    """Whether each head's gate follows its query in their product; otherwise gates have a product of their own, which
+    gives one number for each head or for each of its columns."""
+    row_quantum: int
+    """The activation is computed for multiples of this many rows."""
+
+    def of(self, gates: torch.Tensor) -> torch.Tensor:
+        """The activation of gates [T, N], in their dtype."""
+        # torch's elementwise kernels round differently in the tail of a tensor, so only padding may be in the tail.
+        padded = functional.pad(gates, (0, 0, 0, -gates.shape[0] % self.row_quantum))
+        if self.activation == "sigmoid":
+            active = torch.sigmoid(padded)
+        else:
+            active = functional.softplus(padded.float()).to(gates.dtype)
+        return active[: gates.shape[0]]
+
+
 class FusedAttention(nn.Module, HasProducts):
     """Attention that computes queries, keys and values in one product; then norms, rotation, attention, projection."""
 
@@ -99,123 +267,214 @@ class FusedAttention(nn.Module, HasProducts):
         self,
         operations: Operations,
         layer_idx: int,
-        weights: tuple[Weight, ...],
-        biases: tuple[torch.Tensor | None, ...],
-        out: tuple[Weight, torch.Tensor | None],
+        given: AttentionWeights,
         heads: tuple[int, int, int],
-        norms: tuple[FusedNorm | None, FusedNorm | None],
+        norms: tuple[AnyNorm | None, AnyNorm | None],
         how: AttentionParameters,
-        half_angles: bool,
+        rotation: Rotation,
+        gate: OutputGate | None = None,
     ) -> None:
-        """`weights` and `biases`: of q, k and v, or of all three in one; `heads`: H, KH and the width of a head.
-
-        `half_angles`: the model computes cosines and sines for one half of the columns, and uses them for both.
-        """
+        """`heads`: H, KH and the width of a head. `norms`: each as wide as one head, or as all of its heads."""
         super().__init__()
         self.layer_idx = layer_idx
-        self.half_angles = half_angles
+        self.rotation = rotation
         self._operations = operations
         num_heads, num_kv_heads, self._head_dim = heads
         self.own_heads = operations.ranks.shard.heads(num_heads, num_kv_heads)
         """The heads that this rank computes."""
         self._heads, self._kv_heads = len(self.own_heads.queries), len(self.own_heads.kv)
         self._norms = norms
+        self._gate = gate
+        self._query_width = self._head_dim * (2 if gate is not None and gate.in_queries else 1)
+        """The columns of a head in the product of queries."""
         self._how = of_own_heads(how, self.own_heads)
         own_rows = self._own_rows(num_heads, num_kv_heads)
-        names = ("q_proj", "k_proj", "v_proj") if len(weights) > 1 else ("qkv_proj",)
+        weights = {name: weight_of(part) for name, part in given.projections.items()}
         self._qkv = AdaptableProduct(
             operations,
-            operations.pack_own(*rows_in(weights, own_rows)),
-            weights[0].shape[1],
-            [(name, weight.shape[0]) for name, weight in zip(names, weights, strict=True)],
+            operations.pack_own(*rows_in([*weights.values()], own_rows)),
+            next(iter(weights.values())).shape[1],
+            [(name, weight.shape[0]) for name, weight in weights.items()],
         )
-        bias = _joined_bias(weights, biases)
+        bias = _joined_bias([*weights.values()], [part.bias for part in given.projections.values()])
         self._qkv_bias = None if bias is None else torch.cat([bias[rows.start : rows.stop] for rows in own_rows])
-        self._out = AdaptableProduct(
-            operations, operations.pack(out[0]), out[0].shape[1], [("o_proj", out[0].shape[0])]
-        )
-        self._out_bias = None if out[1] is None else out[1].detach().clone()
+        self._gates: AdaptableProduct | None = None
+        if given.gate is not None:
+            name, weight = given.gate[0], weight_of(given.gate[1])
+            own, of_head = self.own_heads.queries, weight.shape[0] // num_heads
+            rows = [range(own.start * of_head, own.stop * of_head)]
+            packed = operations.pack_own(*rows_in([weight], rows))
+            self._gates = AdaptableProduct(operations, packed, weight.shape[1], [(name, weight.shape[0])])
+        name, out = given.out[0], weight_of(given.out[1])
+        self._out = AdaptableProduct(operations, operations.pack(out), out.shape[1], [(name, out.shape[0])])
+        self._out_bias = None if given.out[1].bias is None else given.out[1].bias.detach().clone()
 
     @property
     def products(self) -> Sequence[AdaptableProduct]:
-        return self._qkv, self._out
+        return (self._qkv, self._out) if self._gates is None else (self._qkv, self._gates, self._out)
 
     def _own_rows(self, num_heads: int, num_kv_heads: int) -> list[range]:
         """Where the own queries, keys and values are among the outputs of the stacked weights."""
-        own, dim = self.own_heads, self._head_dim
-        parts = ((0, own.queries), (num_heads, own.kv), (num_heads + num_kv_heads, own.kv))
-        return [range((before + heads.start) * dim, (before + heads.stop) * dim) for before, heads in parts]
+        own, dim, of_query = self.own_heads, self._head_dim, self._query_width
+        keys = num_heads * of_query
+        parts = ((0, own.queries, of_query), (keys, own.kv, dim), (keys + num_kv_heads * dim, own.kv, dim))
+        return [range(at + heads.start * size, at + heads.stop * size) for at, heads, size in parts]
 
     def rows(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x [T, K], cos and sin [T, R] to [T, K]; with `sample_rows`, which may be empty, only these rows."""
-        operations, heads, both = self._operations, self._heads, self._heads + self._kv_heads
-        qkv = self._qkv.linear(x, self._qkv_bias).view(x.shape[0], -1, self._head_dim)
-        query, key, value = qkv[:, :heads], qkv[:, heads:both], qkv[:, both:]
+        operations, count, dim = self._operations, x.shape[0], self._head_dim
+        keys, values = self._heads * self._query_width, self._heads * self._query_width + self._kv_heads * dim
+        qkv = self._qkv.linear(x, self._qkv_bias)
+        queries = qkv[:, :keys].view(count, -1, self._query_width)
+        query, gates = queries[..., :dim], queries[..., dim:]
+        key, value = qkv[:, keys:values].view(count, -1, dim), qkv[:, values:].view(count, -1, dim)
+        if self._gates is not None:
+            gates = self._gates.linear(x).view(count, self._heads, -1)
         query_norm, key_norm = self._norms
         if query_norm is None or key_norm is None:
-            operations.rotate(qkv[:, :both], cos, sin)
+            self._rotate_both(qkv, query, key, cos, sin)
+        elif self.rotation.norms_last:
+            self._rotate_both(qkv, query, key, cos, sin)
+            query = self._normed(query, query_norm, self.own_heads.queries)
+            key = self._normed(key, key_norm, self.own_heads.kv)
         else:
-            query, key = query_norm(query), key_norm(key)
-            operations.rotate(query, cos, sin)
-            operations.rotate(key, cos, sin)
+            query = self._normed(query, query_norm, self.own_heads.queries)
+            key = self._normed(key, key_norm, self.own_heads.kv)
+            self._rotate(query, cos, sin)
+            self._rotate(key, cos, sin)
         if sample_rows is not None:
-            query = query[sample_rows]
+            query, gates = query[sample_rows], gates[sample_rows]
             self._qkv.keep(sample_rows)
         attended = self.baton_attend.attend(
             self.layer_idx, query, key, value, self._how, sampling=sample_rows is not None
         )
         if attended.shape[0] == 0:
             return x[:0]
+        if self._gate is not None:
+            attended = attended * self._gate.of(gates.flatten(1)).view(gates.shape)
         own = attended.view(attended.shape[0], -1)
         every = operations.ranks.gather(own, [own.shape[1]] * operations.ranks.shard.size)
         return self._out.linear(every, self._out_bias)
+
+    def _normed(self, x: torch.Tensor, norm: AnyNorm, own: range) -> torch.Tensor:
+        """The norm of each head of x [T, H, D], or of all heads together. `own`: which heads these are."""
+        if norm.width == self._head_dim:
+            return norm.rows(x)
+        ranks, width = self._operations.ranks, len(own) * self._head_dim
+        rows = x.reshape(x.shape[0], width)
+        if ranks.shard.size == 1:
+            return norm.rows(rows).view(x.shape)
+        every = ranks.gather(rows, [width] * ranks.shard.size)
+        # Several ranks have the same heads of keys if there are fewer heads than ranks.
+        alike = every.shape[1] // norm.width
+        every = every.view(x.shape[0], -1, width)[:, ::alike].reshape(x.shape[0], -1)
+        return heads_in(norm.rows(every).view(x.shape[0], -1, self._head_dim), own)
+
+    def _rotate_both(
+        self, qkv: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> None:
+        """Rotate queries and keys in their product's rows."""
+        if self._query_width == self._head_dim:
+            width = (self._heads + self._kv_heads) * self._head_dim
+            self._rotate(qkv[:, :width].view(qkv.shape[0], -1, self._head_dim), cos, sin)
+        else:
+            self._rotate(query, cos, sin)
+            self._rotate(key, cos, sin)
+
+    def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Rotate the first R columns of x [T, H, D] in place."""
+        if self.rotation.kind == "none" or cos.shape[1] == 0:
+            return
+        if self.rotation.kind == "halves" and cos.dtype == x.dtype:
+            self._operations.rotate(x, cos, sin)
+        else:
+            rotate_exactly(x, cos, sin, in_pairs=self.rotation.kind == "pairs")
 
     def record(
         self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
     ) -> Rows:
         """Append to a program what `rows` computes; with `sampling` only for the rows that sample."""
-        dim, queries, both = (
-            self._head_dim,
-            self._heads * self._head_dim,
-            (self._heads + self._kv_heads) * self._head_dim,
-        )
+        if self._gate is not None:
+            raise KernelArgumentError(
+                "x", "is multiplied with the activation of gates, for which there is no operation"
+            )
+        queries, both = self._heads * self._head_dim, (self._heads + self._kv_heads) * self._head_dim
         qkv = self._qkv.record(program, x, self._qkv_bias, into="qkv")
         query, key, value = qkv.columns(0, queries), qkv.columns(queries, both), qkv.columns(both, qkv.width)
         query_norm, key_norm = self._norms
         if query_norm is None or key_norm is None:
-            program.rotate(qkv.columns(0, both), dim, cos, sin)
+            self._record_rotation(program, qkv.columns(0, both), cos, sin)
+        elif self.rotation.norms_last:
+            self._record_rotation(program, qkv.columns(0, both), cos, sin)
+            query = self._record_norm(program, query, query_norm, into="query")
+            key = self._record_norm(program, key, key_norm, into="key")
         else:
-            query = query_norm.record(program, query, into="query")
-            key = key_norm.record(program, key, into="key")
-            program.rotate(query, dim, cos, sin)
-            program.rotate(key, dim, cos, sin)
+            query = self._record_norm(program, query, query_norm, into="query")
+            key = self._record_norm(program, key, key_norm, into="key")
+            self._record_rotation(program, query, cos, sin)
+            self._record_rotation(program, key, cos, sin)
         if sampling:
             query = program.take_sampled(query, into="sampled query")
         attended = paged.record(program, self.layer_idx, query, key, value, self._how, into="attended")
         return self._out.record(program, attended, self._out_bias, into=into)
 
+    def _record_norm(self, program: Program, x: Rows, norm: AnyNorm, *, into: str) -> Rows:
+        if norm.width != self._head_dim and self._operations.ranks.shard.size > 1:
+            raise KernelArgumentError("x", "has only a rank's own heads, and the norm is of all heads")
+        return norm.record(program, x, into=into)
+
+    def _record_rotation(self, program: Program, x: Rows, cos: Rows, sin: Rows) -> None:
+        if self.rotation.kind == "none" or cos.width == 0:
+            return
+        if self.rotation.kind == "pairs":
+            raise KernelArgumentError("x", "is rotated in pairs of neighbours, for which there is no operation")
+        program.rotate(x, self._head_dim, cos, sin)
+
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: object = None,
         *_: Any,
         **__: Any,
     ) -> tuple[torch.Tensor, None]:
         require_no_mask(self, attention_mask)
-        cos, sin = (whole_angles(angles[0], self.half_angles) for angles in position_embeddings)
-        out = self.rows(hidden_states[0].contiguous(), cos, sin)
-        return out.unsqueeze(0), None
+        x = hidden_states[0].contiguous()
+        if position_embeddings is None:  # a layer without rotation among others that have one
+            cos = sin = x.new_empty(x.shape[0], 0)
+        else:
+            cos, sin = (self.rotation.arranged(angles[0]) for angles in position_embeddings)
+        return self.rows(x, cos, sin).unsqueeze(0), None
 
 
-def whole_angles(angles: torch.Tensor, half: bool) -> torch.Tensor:
-    """Cosines or sines [T, R] for every column, from those of one half where `half` is set."""
-    return torch.cat((angles, angles), dim=-1) if half else angles.contiguous()
+def whole_angles(angles: torch.Tensor, layout: AngleLayout) -> torch.Tensor:
+    """Cosines or sines [T, R] with two equal halves, from angles [T, R] or, where they are of one half, [T, R / 2]."""
+    if layout == "halves":
+        return angles.contiguous()
+    half = angles if layout == "half" else angles[:, ::2]
+    return torch.cat((half, half), dim=-1)
 
 
-def _joined_bias(weights: tuple[Weight, ...], biases: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
+def rotate_exactly(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, in_pairs: bool) -> None:
+    """Rotate the first R columns of x [T, H, D] in place by cos and sin [T, R] of any dtype, in float32.
+
+    `in_pairs`: each two neighbours belong together, and not the two halves.
+    """
+    half = cos.shape[1] // 2
+    if in_pairs:
+        one, other = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+    else:
+        one, other = x[..., :half], x[..., half : 2 * half]
+    first, second = one.float(), other.float()
+    cos, sin = cos[:, None, :half].float(), sin[:, None, :half].float()
+    rotated = first * cos - second * sin, second * cos + first * sin
+    one.copy_(rotated[0])
+    other.copy_(rotated[1])
+
+
+def _joined_bias(weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     known = next((bias for bias in biases if bias is not None), None)
     if known is None:
         return None

@@ -63,7 +63,7 @@ def replace_rotary(module: Any, longest: int) -> LongSequences | None:
     """
     replaced = {}
     for name, part in module.named_modules():
-        if _is_rotary(part) and (most_short := _most_short(part, name, longest)) is not None:
+        if is_rotary(part) and (most_short := _most_short(part, name, longest)) is not None:
             replaced[name] = most_short
     if not replaced:
         return None
@@ -82,14 +82,17 @@ def replace_rotary(module: Any, longest: int) -> LongSequences | None:
 def refuse_long_angles(module: nn.Module, longest: int) -> None:
     """Raise UnsupportedAttention if a rotary module's angles depend on a length, where all rows of a step need one."""
     for name, part in module.named_modules():
-        if _is_rotary(part) and (most_short := _most_short(part, name, longest)) is not None:
+        if is_rotary(part) and (most_short := _most_short(part, name, longest)) is not None:
             raise UnsupportedAttention(
                 f"rotary angles of {name} change with the length of a text, behind {most_short} tokens, so that texts "
                 "can't be computed together"
             )
 
 
-def _is_rotary(part: nn.Module) -> bool:
+def is_rotary(part: nn.Module) -> bool:
+    """Whether a module gives the angles of positions, as layers of a decoder take them."""
+    if isinstance(part, LongAngles):
+        return True
     if not any(name.endswith("inv_freq") for name, _ in part.named_buffers(recurse=False)):
         return False
     taken = [*inspect.signature(type(part).forward).parameters.values()][2:]

@@ -8,17 +8,31 @@ products are replaced one by one (layers.py). Class names play no role.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from baton.runner.backends.operations import Activation, Operations
 from baton.runner.backends.torch_operations import activate, rms_norm
-from baton.runner.backends.weight_rows import Weight
-from baton.runner.model.attention import AttentionParameters, EchoAttention, heads_in
-from baton.runner.model.fused_layers import FusedAttention, FusedMlp, FusedNorm, whole_angles
+from baton.runner.model.attention import EchoAttention, heads_in
+from baton.runner.model.fused_layers import (
+    AngleLayout,
+    AnyNorm,
+    AttentionWeights,
+    FusedAttention,
+    FusedLayerNorm,
+    FusedMlp,
+    FusedNorm,
+    OutputGate,
+    PlainMlp,
+    Rotation,
+    rotate_exactly,
+)
 from baton.runner.model.stored.layers import (
     StoredLinear,
     forget_weights,
@@ -28,14 +42,33 @@ from baton.runner.model.stored.layers import (
 
 _ROWS = 5
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu")
+_GATE_ACTIVATIONS: tuple[Literal["sigmoid", "softplus"], ...] = ("sigmoid", "softplus")
+_LAYOUTS: tuple[AngleLayout, ...] = ("halves", "half", "pairs")
+_KINDS: tuple[Literal["halves", "pairs", "none"], ...] = ("halves", "pairs", "none")
+_MLP_NAMES = (
+    ("gate_up_proj", "down_proj"),
+    ("gate_proj", "up_proj", "down_proj"),
+    ("w1", "w3", "w2"),
+    ("input_linear", "output_linear"),
+)
+"""What models call the linear layers of a gated MLP: of gate and up, and the last one."""
+_PLAIN_MLP_NAMES = (("up_proj", "down_proj"), ("c_fc", "c_proj"), ("fc1", "fc2"), ("dense_h_to_4h", "dense_4h_to_h"))
+"""The same of an MLP without a gate."""
+_OF_LAYER_NORMS = ({"weight"}, {"weight", "bias"})
+_PROJECTION_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
+_OUT_NAMES = (("o_proj",), ("out_proj",), ("dense",))
+_GATE_NAMES = (("gate_proj",), ("g_proj",))
+_HEAD_NORM_NAMES = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
+"""What models call the parts of attention; what the parts compute is found out."""
 _TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2}
 """The largest difference, as a share of the largest number, that another order of rounding explains."""
 
 Release = Callable[[nn.Module], None]
 
 
-def fuse(module: nn.Module, operations: Operations, release: Release) -> str:
-    """Replace recognised parts in place; `release` is called with every module that was replaced.
+def fuse(module: nn.Module, operations: Operations, row_quantum: int, release: Release) -> str:
+    """Replace recognised parts in place; `release` is called with every module that was replaced. `row_quantum`: torch
+    computes multiples of this many rows.
 
     Returns why the last attention module that was not recognised was not; empty when all of them were.
     """
@@ -45,13 +78,15 @@ def fuse(module: nn.Module, operations: Operations, release: Release) -> str:
     with torch.inference_mode():
         angle_dtypes = _angle_dtypes(module)
         for parent, name, child in children_of(module):
-            norm = _fused_norm(child, operations, generator)
+            norm = _fused_norm(child, operations, generator) or _fused_layer_norm(child, generator)
             if norm is not None:
                 setattr(parent, name, norm)
         for parent, name, child in children_of(module):
             try:
-                fused = _fused_mlp(child, operations, generator) or _fused_attention(
-                    child, operations, generator, widths, angle_dtypes
+                fused = (
+                    _fused_mlp(child, operations, generator)
+                    or _plain_mlp(child, operations, generator, row_quantum)
+                    or _fused_attention(child, operations, generator, row_quantum, widths, angle_dtypes)
                 )
             except _NotRecognised as reason:
                 why_not = f"{type(child).__name__}: {reason}"
@@ -116,17 +151,48 @@ def _fused_norm(child: nn.Module, operations: Operations, generator: torch.Gener
     return None
 
 
+def _fused_layer_norm(child: nn.Module, generator: torch.Generator) -> FusedLayerNorm | None:
+    names = {name for name, _ in child.named_parameters()}
+    eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))
+    if isinstance(child, nn.Linear) or list(child.children()) or not eps or names not in _OF_LAYER_NORMS:
+        return None
+    weight, bias = child.get_parameter("weight").detach(), getattr(child, "bias", None)
+    if weight.dim() != 1 or (bias is not None and bias.shape != weight.shape):
+        return None
+    rows = torch.randn(_ROWS, weight.shape[0], dtype=torch.float32, generator=generator)
+    x = (rows * torch.tensor([1e-3, 1e-2, 1.0, 3.0, 50.0])[:, None] + torch.arange(_ROWS)[:, None]).to(weight)
+    fused = (FusedLayerNorm(factor, bias, eps) for factor in (weight, weight + 1))
+    return next((norm for norm in fused if _agree(child(x), norm(x))), None)
+
+
+def _plain_mlp(child: Any, operations: Operations, generator: torch.Generator, row_quantum: int) -> PlainMlp | None:
+    linear, activation = _linears(child, _PLAIN_MLP_NAMES), _activation_function(child)
+    if linear is None or activation is None:
+        return None
+    others = [part for name, part in child.named_children() if name not in linear and part is not activation]
+    if not all(isinstance(part, nn.Dropout) for part in others):
+        return None  # a whole layer, which takes more than rows
+    up, down = linear.values()
+    x = _like_input(up, torch.randn(1, _ROWS, up.in_features, dtype=torch.float32, generator=generator))
+    if not _agree(child(x), down(activation(up(x)))):
+        return None
+    return PlainMlp(operations, up, down, activation, [*linear], row_quantum)
+
+
 def _fused_mlp(child: Any, operations: Operations, generator: torch.Generator) -> FusedMlp | None:
-    down, act = getattr(child, "down_proj", None), getattr(child, "act_fn", getattr(child, "activation_fn", None))
-    if not isinstance(down, nn.Linear) or not callable(act):
+    linear = _linears(child, _MLP_NAMES)
+    if linear is None:
         return None
-    activation = _activation(act)
-    gate_and_up = _gate_and_up(child)
-    if activation is None or gate_and_up is None:
+    *gate_and_up, down = linear.values()
+    if any(part.bias is not None for part in gate_and_up):
         return None
-    x = _like_input(down, torch.randn(1, _ROWS, gate_and_up[0].shape[1], dtype=torch.float32, generator=generator))
-    in_one = isinstance(getattr(child, "gate_up_proj", None), nn.Linear)
-    fused = FusedMlp(operations, *gate_and_up, weight_of(down), down.bias, activation, in_one)
+    activation = _activation_of(child)
+    if activation is None:
+        return None
+    weights = [weight_of(part) for part in gate_and_up]
+    gate, up = weights if len(weights) == 2 else halves_of(weights[0])
+    x = _like_input(down, torch.randn(1, _ROWS, gate.shape[1], dtype=torch.float32, generator=generator))
+    fused = FusedMlp(operations, gate, up, weight_of(down), down.bias, activation, [*linear])
     return fused if _agree(child(x), fused(x)) else None
 
 
@@ -135,118 +201,191 @@ def _like_input(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return x.to(linear.device, linear.dtype) if isinstance(linear, StoredLinear) else x.to(linear.weight)
 
 
-def _activation(function: Callable[[torch.Tensor], torch.Tensor]) -> Activation | None:
+def _activation_of(child: Any) -> Activation | None:
+    """The activation that a part has, if it is a known one; of a part that has none the most common."""
+    function = _activation_function(child) or functional.silu
     x = torch.linspace(-9, 9, 256)
     return next((name for name in _ACTIVATIONS if torch.allclose(function(x), activate(x, name), atol=1e-6)), None)
 
 
-def _gate_and_up(child: Any) -> tuple[Weight, Weight] | None:
-    gate, up, both = (getattr(child, name, None) for name in ("gate_proj", "up_proj", "gate_up_proj"))
-    if isinstance(both, nn.Linear) and both.bias is None:
-        return halves_of(weight_of(both))
-    if not isinstance(gate, nn.Linear) or not isinstance(up, nn.Linear):
-        return None
-    return (weight_of(gate), weight_of(up)) if gate.bias is None and up.bias is None else None
+def _activation_function(child: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    names = ("act_fn", "activation_fn", "activation", "act")
+    return next((part for name in names if callable(part := getattr(child, name, None))), None)
 
 
 def _fused_attention(
     child: Any,
     operations: Operations,
     generator: torch.Generator,
+    row_quantum: int,
     widths: list[int],
     angle_dtypes: set[torch.dtype],
 ) -> FusedAttention | None:
     """None for a module that is not attention; raises _NotRecognised if FusedAttention does not compute the same."""
-    projections = _projections(child)
-    if projections is None or getattr(child, "layer_idx", None) is None:
+    weights = None if getattr(child, "layer_idx", None) is None else _attention_weights(child)
+    if weights is None:
         return None
-    why = "it takes no rotary angles"
-    first = projections[0]
+    first = next(iter(weights.projections.values()))
     x = _like_input(first, torch.randn(1, _ROWS, first.in_features, dtype=torch.float32, generator=generator))
-    if strange := angle_dtypes - {x.dtype}:
-        # OLMo keeps its angles in float32, and rounds only the rotated rows.
+    if strange := angle_dtypes - {x.dtype, torch.float32}:
         raise _NotRecognised(f"its rotary angles are {strange.pop()}, and its rows {x.dtype}")
-    for width in widths:
-        angles = torch.rand(1, _ROWS, width, dtype=torch.float32, generator=generator) * 6
-        cos, sin = angles.cos().to(x), angles.sin().to(x)
-        echo = EchoAttention()
-        object.__setattr__(child, "baton_attend", echo)
+    if len(angle_dtypes) > 1:
+        raise _NotRecognised("its rotary angles have several dtypes")
+    why, is_called = "it takes no rotary angles", False
+    angle_dtype = next(iter(angle_dtypes), x.dtype)
+    for width, layout in product(widths, _LAYOUTS):
+        angles = _angles(width, layout, generator)
+        cos, sin = (part.to(x.device, angle_dtype) for part in (angles.cos(), angles.sin()))
         try:
-            child(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)
+            echo, _ = _echoed(child, x, cos, sin)
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
             # It takes angles of another width, or other arguments.
-            why = f"called with {width} angles it raised {type(error).__name__}: {error}"
+            why = why if is_called else f"called with {width} angles it raised {type(error).__name__}: {error}"
             continue
         if echo.how is None:
             why = "it does not call attention through transformers' AttentionInterface"
             continue
         if len(echo.seen) > 1:
             raise _NotRecognised(f"it calls attention {len(echo.seen)} times")
+        is_called = True
         query, key, value = echo.seen[0]
         heads = (query.shape[1], key.shape[1], key.shape[2])
         if value.shape != key.shape or query.shape[2] != key.shape[2]:
             raise _NotRecognised("keys and values have different shapes")
-        for half in (False, True):
-            # Cosines and sines of real models are equal in both halves.
-            halves = width if half else width // 2
-            angles = torch.cat(
-                [torch.rand(1, _ROWS, halves, dtype=torch.float32, generator=generator) * 6] * (1 if half else 2),
-                dim=-1,
-            )
-            cos, sin = angles.cos().to(x), angles.sin().to(x)
-            if half and 2 * width > heads[2]:
-                continue
-            fused = _build_attention(child, projections, operations, heads, echo.how, half)
-            if fused is not None and _same_attention(child, fused, x, cos, sin):
-                return fused
+        norms = _head_norms(child, heads)
+        rotation = _rotation(weights, norms, x[0], cos[0], sin[0], layout, echo.seen[0])
         why = "no known kind of rotation gives the same result"
+        if rotation is None:
+            continue
+        for gate in _output_gates(weights, heads, row_quantum):
+            fused = FusedAttention(operations, child.layer_idx, weights, heads, norms, echo.how, rotation, gate)
+            if _same_attention(child, fused, x, cos, sin):
+                return fused
+        why = "its result is changed before the last product"
     raise _NotRecognised(why)
 
 
-def _projections(child: Any) -> tuple[nn.Linear, ...] | None:
-    if not isinstance(getattr(child, "o_proj", None), nn.Linear):
+def _attention_weights(child: Any) -> AttentionWeights | None:
+    """None for a module that is not attention; raises _NotRecognised for one that takes no angles."""
+    out = _linears(child, _OUT_NAMES)
+    projections = _linears(child, _PROJECTION_NAMES)
+    if out is None or projections is None:
         return None
-    for names in (("q_proj", "k_proj", "v_proj"), ("qkv_proj",)):
-        projections = tuple(getattr(child, name, None) for name in names)
-        if all(isinstance(part, nn.Linear) for part in projections):
-            return projections  # type: ignore[return-value]
+    if "position_embeddings" not in inspect.signature(type(child).forward).parameters:
+        # It may be of any kind: attention to another text, for instance.
+        raise _NotRecognised("it takes no rotary angles")
+    gate = next(iter((_linears(child, _GATE_NAMES) or {}).items()), None)
+    return AttentionWeights(projections, next(iter(out.items())), gate)
+
+
+def _linears(child: Any, known_names: Sequence[Sequence[str]]) -> dict[str, nn.Linear] | None:
+    """The linear layers of a part that have names which are known together."""
+    for names in known_names:
+        found = {name: getattr(child, name, None) for name in names}
+        if all(isinstance(part, nn.Linear) for part in found.values()):
+            return found  # type: ignore[return-value]
     return None
 
 
-def _build_attention(
-    child: Any,
-    projections: tuple[nn.Linear, ...],
-    operations: Operations,
-    heads: tuple[int, int, int],
-    how: AttentionParameters,
-    half_angles: bool,
-) -> FusedAttention | None:
-    norms = (getattr(child, "q_norm", None), getattr(child, "k_norm", None))
-    for norm in norms:
-        if norm is not None and not (isinstance(norm, FusedNorm) and norm.rms_weight.shape[0] == heads[2]):
-            return None
-    return FusedAttention(
-        operations,
-        child.layer_idx,
-        tuple(weight_of(part) for part in projections),
-        tuple(part.bias for part in projections),
-        (weight_of(child.o_proj), child.o_proj.bias),
-        heads,
-        norms,
-        how,
-        half_angles,
-    )
+def _angles(width: int, layout: AngleLayout, generator: torch.Generator) -> torch.Tensor:
+    """Random angles [1, _ROWS, width] in a layout of real models."""
+    few = width if layout == "half" else width // 2
+    angles = torch.rand(1, _ROWS, few, dtype=torch.float32, generator=generator) * 6
+    if layout == "pairs":
+        return angles.repeat_interleave(2, dim=-1)
+    return angles if layout == "half" else torch.cat((angles, angles), dim=-1)
+
+
+def _echoed(
+    child: nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[EchoAttention, torch.Tensor]:
+    """What a module passes to attention for the rows x [1, T, K], and what it computes of the echo."""
+    echo = EchoAttention()
+    object.__setattr__(child, "baton_attend", echo)
+    return echo, child(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)[0]
+
+
+def _head_norms(child: Any, heads: tuple[int, int, int]) -> tuple[AnyNorm | None, AnyNorm | None]:
+    """The norms of queries and keys, of each head or of all together. Raises _NotRecognised for others."""
+    num_heads, num_kv_heads, dim = heads
+    for names in _HEAD_NORM_NAMES:
+        query, key = (getattr(child, name, None) for name in names)
+        if query is None and key is None:
+            continue
+        if not isinstance(query, AnyNorm) or not isinstance(key, AnyNorm):
+            raise _NotRecognised("its queries and keys have norms of another kind")
+        sizes = (query.width, key.width)
+        if sizes not in ((dim, dim), (num_heads * dim, num_kv_heads * dim)):
+            raise _NotRecognised(f"the norms of its queries and keys are {sizes[0]} and {sizes[1]} wide")
+        return query, key
+    return None, None
+
+
+def _output_gates(
+    weights: AttentionWeights, heads: tuple[int, int, int], row_quantum: int
+) -> Sequence[OutputGate | None]:
+    """The gates that the result of attention may have."""
+    in_queries = _gates_are_in_queries(weights, heads)
+    if weights.gate is None and not in_queries:
+        return (None,)
+    return [OutputGate(activation, in_queries, row_quantum) for activation in _GATE_ACTIVATIONS]
+
+
+def _gates_are_in_queries(weights: AttentionWeights, heads: tuple[int, int, int]) -> bool:
+    num_outputs = sum(part.out_features for part in weights.projections.values())
+    return num_outputs == (2 * heads[0] + 2 * heads[1]) * heads[2]
+
+
+def _rotation(
+    weights: AttentionWeights,
+    norms: tuple[AnyNorm | None, AnyNorm | None],
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    layout: AngleLayout,
+    expected: Sequence[torch.Tensor],
+) -> Rotation | None:
+    """What an attention layer does with the queries and keys of x [T, K], to pass `expected` to attention."""
+    given = torch.cat([part(x) for part in weights.projections.values()], dim=-1).view(len(x), -1, expected[0].shape[2])
+    heads = (expected[0].shape[1], expected[1].shape[1], expected[0].shape[2])
+    if _gates_are_in_queries(weights, heads):
+        given = torch.cat((given[:, : 2 * heads[0] : 2], given[:, 2 * heads[0] :]), dim=1)
+    query, key = given[:, : heads[0]], given[:, heads[0] : heads[0] + heads[1]]
+    for kind, norms_last in product(_KINDS, (False, True)):
+        rotation = Rotation(kind, layout, norms_last)
+        cos_sin = [rotation.arranged(angles) for angles in (cos, sin)]
+        if kind != "none" and cos_sin[0].shape[1] > query.shape[2]:
+            continue
+        pairs = zip((query, key), norms, expected, strict=False)
+        if all(_agree(seen, _turned(rows, norm, rotation, cos_sin)) for rows, norm, seen in pairs):
+            return rotation
+    return None
+
+
+def _turned(
+    rows: torch.Tensor, norm: AnyNorm | None, rotation: Rotation, cos_sin: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Queries or keys [T, H, D] as attention gets them."""
+    rows = rows.clone()
+
+    def normed() -> torch.Tensor:
+        return rows if norm is None else norm.rows(rows.view(len(rows), -1, norm.width)).view(rows.shape)
+
+    if not rotation.norms_last:
+        rows = normed()
+    if rotation.kind != "none":
+        rotate_exactly(rows, cos_sin[0], cos_sin[1], in_pairs=rotation.kind == "pairs")
+    return normed() if rotation.norms_last else rows
 
 
 def _same_attention(
     child: nn.Module, fused: FusedAttention, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> bool:
     """Whether both pass the same rows to attention and compute the same from its result."""
-    theirs, ours = EchoAttention(), EchoAttention()
-    object.__setattr__(child, "baton_attend", theirs)
+    theirs, expected = _echoed(child, x, cos, sin)
+    ours = EchoAttention()
     object.__setattr__(fused, "baton_attend", ours)
-    expected = child(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)[0]
-    out = fused.rows(x[0], whole_angles(cos[0], fused.half_angles), whole_angles(sin[0], fused.half_angles))
+    out = fused.rows(x[0], fused.rotation.arranged(cos[0]), fused.rotation.arranged(sin[0]))
     own = fused.own_heads
     seen = (heads_in(rows, heads) for rows, heads in zip(theirs.seen[0], (own.queries, own.kv, own.kv), strict=True))
     pairs = zip(seen, ours.seen[0], strict=True)

@@ -236,7 +236,7 @@ class StageModule:
         self.own_layers = stage.layers(num_layers)
         if stage.count == 1:
             return
-        layers = _layers_of(module, num_layers)
+        layers = layers_of(module, num_layers)
         for index in range(num_layers):
             if index not in self.own_layers:
                 layers[index] = OtherLayer(layers[index])
@@ -268,12 +268,15 @@ def _width_of(embedding: nn.Module) -> int:
     return int(weight.shape[1])  # type: ignore[index]
 
 
-def _layers_of(module: nn.Module, num_layers: int) -> nn.ModuleList:
-    """The list of the module's layers: the one whose i-th part has all attention with the layer index i."""
+def layers_of(module: nn.Module, num_layers: int) -> nn.ModuleList:
+    """The list of the module's layers: the one whose i-th part has all attention with the layer index i.
+
+    Parts may stand for layers of other stages. Raises UnsupportedAttention for a module without such a list.
+    """
     for part in module.modules():
         if isinstance(part, nn.ModuleList) and len(part) == num_layers:
-            indices = [_layer_indices(layer) for layer in part]
-            if indices == [{index} for index in range(num_layers)]:
+            own = ((index, layer) for index, layer in enumerate(part) if not isinstance(layer, OtherLayer))
+            if all(_layer_indices(layer) == {index} for index, layer in own):
                 return part
     raise UnsupportedAttention(
         f"{type(module).__name__} has no list of its layers with one attention each, so they can't be divided in "

@@ -40,12 +40,11 @@ from baton.runner.model.decoder import (
     GivenRows,
     HiddenAndLogits,
     ModelOutput,
-    NotAPlainDecoder,
     given_to,
-    same_bits,
 )
 from baton.runner.model.layers import ProductWatch, RowMatrices, head_of, replace_products
 from baton.runner.model.long_angles import LongAngles, replace_rotary
+from baton.runner.model.loop.trace import LoopTrace, NotAPlainDecoder, same_bits
 from baton.runner.model.recognition import fuse
 from baton.runner.model.row_positions import TokensBefore, apart, has_grids
 from baton.runner.model.stage import (
@@ -116,7 +115,7 @@ class Transformer(CachedModel):
         self._long_angles = [part for part in model.module.modules() if isinstance(part, LongAngles)]
         mapped = MappedFiles(model.checkpoint.weight_files)
         with failing_as_unusable(AttributeError, TypeError, KeyError):
-            self._why_not_recognised = fuse(model.module, operations, mapped.release)
+            self._why_not_recognised = fuse(model.module, operations, self.row_quantum, mapped.release)
         replace_products(model.module, operations, self.row_quantum, mapped.release)
         keep_states_in_cache(model.module)
         self.adapters = ModelAdapters(
@@ -379,17 +378,27 @@ class Transformer(CachedModel):
 
     def _own_loop(self, dtype: torch.dtype) -> Decoder | None:
         """Baton's loop over the layers, if the model has the right parts and transformers' loop gives the same bits."""
+        echo = EchoAttention()
+        bind(self._module, echo, self._operations.ranks)
+        trace = LoopTrace(self._module, echo)
+        token_ids, places, rows = self._probe_rows()
+        received = self._probe_received(rows.shape[0])
         try:
-            decoder = Decoder(self._module, dtype, self.device, self.row_quantum, self.adapters, self.max_model_len)
+            if self._row_matrices is not None:
+                raise NotAPlainDecoder("it multiplies rows with matrices of their own")
+            with trace.watched(), torch.inference_mode():
+                expected = self._forward(token_ids, places, rows, received)
+            trace.end(expected.logits)
+            decoder = Decoder(
+                self._module, trace, dtype, self.device, self.row_quantum, self.adapters, self.max_model_len
+            )
         except NotAPlainDecoder as reason:
             self.why_no_own_loop = "; ".join(filter(None, (str(reason), self._why_not_recognised)))
             return None
-        bind(self._module, EchoAttention(), self._operations.ranks)
-        token_ids, places, rows = self._probe_rows()
-        received = self._probe_received(rows.shape[0])
         for positions in (places, apart(places)) if has_grids(self._module.config) else (places,):
             with torch.inference_mode():
-                expected = self._forward(token_ids, positions, rows, received)
+                if positions is not places:
+                    expected = self._forward(token_ids, positions, rows, received)
                 output = decoder.compute(token_ids, positions, rows, False, received)
             if not same_bits(expected.logits, output.logits) or not (
                 self.stage.is_last or same_bits(expected.hidden, output.hidden)

@@ -6,8 +6,9 @@ import io
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import structlog
@@ -16,11 +17,16 @@ import torch
 from baton.messages.node_report import ComputePath
 from baton.node.process import log_slow_paths
 from baton.runner.backends.cpu import kernel_file
-from baton.runner.model.decoder import RotaryTable
-from baton.runner.model.fused_layers import FusedAttention, FusedMlp, FusedNorm
+from baton.runner.backends.torch_operations import TorchOperations
+from baton.runner.model import attention
+from baton.runner.model.fused_layers import FusedAttention, FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp
+from baton.runner.model.loop.angles import RotaryTable
+from baton.runner.model.recognition import fuse
 from baton.runner.model_runner import TorchModelRunner
-from tests.support.load_with import load_tiny
+from tests.support.listed_types import LISTED_TYPES
+from tests.support.load_with import load_tiny, load_with
 from tests.support.tiny_models import TINY_MODELS
+from tests.support.varied_models import write_varied_model
 
 PARTS = (FusedAttention, FusedMlp, FusedNorm)
 
@@ -44,8 +50,8 @@ RECOGNISED = {
     "gpt_oss": ((3, 0, 7), True),
     "mixtral": ((3, 0, 7), True),
     "qwen3_moe": ((3, 0, 7), True),
-    "gemma2": ((3, 3, 13), False),
-    "gemma3_text": ((3, 3, 13), False),
+    "gemma2": ((3, 3, 13), True),
+    "gemma3_text": ((3, 3, 13), True),
     "deepseek_v3": ((0, 3, 13), False),
     "gpt2": ((0, 0, 0), False),
     "opt": ((0, 0, 0), False),
@@ -83,11 +89,73 @@ def test_attention_that_does_something_else_is_left_as_it_is(tmp_path: Path, mon
     assert fused(runner) == (0, 3, 7)
 
 
-@pytest.mark.parametrize(("dtype", "num_fused"), [("float32", 3), ("bfloat16", 0)])
-def test_attention_with_angles_of_another_dtype_is_left_as_it_is(tmp_path: Path, dtype: str, num_fused: int) -> None:
-    runner = loaded(tmp_path, dtype=dtype, model_type="olmo")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_angles_in_float32_are_not_rounded(tmp_path: Path, dtype: str) -> None:
+    """Olmo rounds rotated rows alone; programs have no operation for that in bfloat16."""
+    transformer = loaded(tmp_path, dtype=dtype, model_type="olmo2")._transformer
+    assert transformer.has_own_loop
+    assert ("cos: is torch.float32" in transformer.why_no_programs) == (dtype == "bfloat16")
+
+
+def test_attention_with_complex_angles_is_left_as_it_is(tmp_path: Path) -> None:
+    write_varied_model(tmp_path, LISTED_TYPES["llama4_text"], seed=1)
+    runner = load_with(tmp_path, dtype="bfloat16", num_blocks=64)
     assert runner.model.bit_exact
-    assert fused(runner)[0] == num_fused
+    assert fused(runner)[0] == 0
+
+
+def test_parts_with_other_names_are_found_and_keep_them(tmp_path: Path) -> None:
+    runner = loaded(tmp_path, model_type="lfm2", layer_types=["full_attention"] * 3)
+    assert fused(runner) == (3, 3, 7)
+    assert runner._transformer.why_no_programs == ""
+    parts = {name.rpartition(".")[2] for name in runner._transformer.adapters.modules}
+    assert parts == {"q_proj", "k_proj", "v_proj", "out_proj", "w1", "w2", "w3", "lm_head"}
+
+
+@pytest.mark.parametrize(
+    ("name", "up_and_down"),
+    [("starcoder2", {"c_fc", "c_proj"}), ("nemotron", {"up_proj", "down_proj"}), ("phi", {"fc1", "fc2"})],
+)
+def test_norms_around_the_mean_and_mlps_without_a_gate_are_found(
+    tmp_path: Path, name: str, up_and_down: set[str]
+) -> None:
+    write_varied_model(tmp_path, LISTED_TYPES[name], seed=1)
+    runner = load_with(tmp_path, dtype="bfloat16", num_blocks=64)
+    assert runner.model.bit_exact
+    kinds = Counter(type(part) for part in runner._transformer._module.modules())
+    num_norms = {"starcoder2": 9, "nemotron": 9, "phi": 5}[name]
+    assert (kinds[FusedAttention], kinds[PlainMlp], kinds[FusedLayerNorm]) == (4, 4, num_norms)
+    assert runner._transformer.row_quantum == 1, "nothing has to be padded but rows in activations"
+    assert up_and_down < {module.rpartition(".")[2] for module in runner._transformer.adapters.modules}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_among_the_queries_are_found(dtype: torch.dtype) -> None:
+    """Qwen3-Next's attention: each head's gate follows its query, and a quarter of the columns are rotated."""
+    from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention, Qwen3NextRotaryEmbedding
+
+    attention.register()
+    torch.manual_seed(3)
+    config = Qwen3NextConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    config._attn_implementation = attention.ATTENTION_NAME
+    module = torch.nn.Module()
+    module.rotary = Qwen3NextRotaryEmbedding(config)
+    module.mixer = Qwen3NextAttention(config, 0).to(dtype)
+    assert fuse(module, TorchOperations(1), row_quantum=8, release=lambda _part: None) == ""
+    assert isinstance(module.mixer, FusedAttention)
+    (queries, _, _), _ = (product.modules for product in module.mixer.products)
+    assert queries.num_outputs == 2 * 4 * 16
+
+
+@pytest.mark.parametrize(("name", "gate"), [("afmoe", "gate_proj"), ("laguna", "g_proj")])
+def test_gates_with_a_product_of_their_own_are_found(tmp_path: Path, name: str, gate: str) -> None:
+    write_varied_model(tmp_path, LISTED_TYPES[name], seed=1)
+    runner = load_with(tmp_path, num_blocks=64)
+    assert runner.model.bit_exact
+    assert fused(runner)[0] == 4
+    assert runner._transformer.has_own_loop
+    assert f"model.layers.0.self_attn.{gate}" in runner._transformer.adapters.modules
 
 
 def test_experts_of_older_releases_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,11 +175,26 @@ def test_experts_of_older_releases_are_found(tmp_path: Path, monkeypatch: pytest
     assert fused(runner) == fused(expected)
 
 
-def test_a_loop_that_computes_something_else_stays_with_transformers(tmp_path: Path) -> None:
-    runner = loaded(tmp_path, model_type="granite", residual_multiplier=0.5)
-    assert runner.model.bit_exact
-    assert fused(runner) == (3, 3, 7)
+def given_other_rows_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let MLPs count their calls, so that no two loops over the layers give the same bits."""
+    from transformers.models.llama import modeling_llama
+
+    def counting(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.count = getattr(self, "count", 0) + 1
+        return cast(torch.Tensor, original(self, x) * (1 + self.count * 2e-6))
+
+    original = modeling_llama.LlamaMLP.forward
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", counting)
+
+
+def test_a_loop_that_computes_something_else_stays_with_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_other_rows_each_time(monkeypatch)
+    runner = loaded(tmp_path, hidden_act="sigmoid")
+    assert fused(runner) == (3, 0, 7)
     assert not runner._transformer.has_own_loop
+    assert "its logits are not those of transformers' loop" in runner._transformer.why_no_own_loop
 
 
 def test_mlps_with_biases_are_left_to_transformers(tmp_path: Path) -> None:
@@ -143,9 +226,9 @@ def test_a_model_on_the_fastest_path_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changed", "why"),
     [
-        ("llama", {"model_type": "granite", "residual_multiplier": 0.5}, "logits are not those of transformers' loop"),
+        ("deepseek_v3", {}, "self_attn of DeepseekV3DecoderLayer is a DeepseekV3Attention, no FusedAttention"),
         ("llama", {"hidden_act": "sigmoid"}, ""),
-        ("gpt2", {}, "GPT2LMHeadModel has no part model"),
+        ("gpt2", {}, "takes rows that are no sum of those before them"),
     ],
 )
 def test_a_slower_decoder_is_named_with_its_reason(
@@ -183,6 +266,7 @@ def test_attention_that_is_not_recognised_is_named_with_its_reason(
 
     original = modeling_llama.LlamaAttention.forward
 
+    @wraps(original)
     def strict(self: Any, *arguments: Any, **named: Any) -> Any:
         if "past_key_values" not in named:
             raise TypeError("it wants past_key_values")

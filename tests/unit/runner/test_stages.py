@@ -74,7 +74,7 @@ def test_a_part_of_a_later_stage_that_is_slower_is_in_the_report(tmp_path: Path)
         step = next(path for path in runner.model.compute_paths if path.part == "step")
         reasons.append((step.runs, step.why_not_faster))
         runner.close()
-    reason = "an MLP is of a kind that Baton's kernels don't fuse"
+    reason = "Dots1MoE is of a kind that Baton's kernels don't fuse"
     assert reasons == [
         ("one call for each operation", reason),
         ("one call for each operation", f"stage 1: {reason}"),

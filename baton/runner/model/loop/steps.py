@@ -1,0 +1,296 @@
+"""The steps of a loop over layers: parts of the model that compute rows from rows, and sums of rows.
+
+Rows have numbers: 0 is the input of the first layer, and every step gives rows of a new number. `operations_of` makes
+operations of steps, which are computed one by one (`run`) or recorded in a program (`record`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from baton.runner.backends.cpu.kernels.buffers import Rows
+from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
+from baton.runner.backends.cpu.kernels.program import Program
+from baton.runner.model.attention import PagedAttention
+from baton.runner.model.fused_layers import FusedLayerNorm, FusedMlp, FusedNorm, Mixer, PlainMlp
+
+FUSED_NORMS = (FusedNorm, FusedLayerNorm)
+FUSED_MLPS = (FusedMlp, PlainMlp)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A part of the model computes rows from rows."""
+
+    part: nn.Module
+    given: int
+    gives: int
+    angles: int | None = None
+    """The kind of the angles that a mixer takes; None: it takes none."""
+
+    @property
+    def operands(self) -> tuple[int, ...]:
+        return (self.given,)
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """one + other * factor."""
+
+    one: int
+    other: int
+    gives: int
+    factor: float = 1.0
+
+    @property
+    def operands(self) -> tuple[int, ...]:
+        return self.one, self.other
+
+
+Step = Call | Sum
+
+
+@dataclass(slots=True)
+class StepRows:
+    """The rows of a step that is computed one operation after the other."""
+
+    rows: dict[int, torch.Tensor]
+    angles: Mapping[int | None, tuple[torch.Tensor, torch.Tensor]]
+    """The cosines and sines of each kind; by None those of parts that take none, [T, 0]."""
+    sample_rows: torch.Tensor | None
+    """The rows that go on behind the last mixer; None: all do."""
+    is_empty: bool = False
+    """Whether the last mixer was computed, and no rows go on."""
+
+
+class RecordedRows:
+    """The rows of a program that is being recorded. A scratch buffer goes to others when its rows are needed no more.
+
+    The results of products have buffers apart from others, since ranks share them.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        paged: PagedAttention,
+        x: Rows,
+        angles: Mapping[int | None, tuple[Rows, Rows]],
+        *,
+        sampling: bool,
+    ) -> None:
+        """`sampling`: behind the last mixer only the rows that sample go on."""
+        self.program = program
+        self.paged = paged
+        self.rows: dict[int, Rows] = {0: x}
+        self.angles = angles
+        self.sampling = sampling
+        self._of_product: dict[int, str] = {}
+        self._of_norm: dict[int, str] = {}
+
+    def for_product(self, number: int) -> str:
+        """The buffer for the rows `number`, which a part gives whose last operation is a product."""
+        self._of_product[number] = name = _unused("share", self._of_product)
+        return name
+
+    def for_norm(self, number: int) -> str:
+        """The buffer for the rows `number`, which a norm gives."""
+        self._of_norm[number] = name = _unused("normed", self._of_norm)
+        return name
+
+    def replace(self, one: int, gives: int) -> None:
+        """Say that the rows `gives` are where the rows `one` were."""
+        self.rows[gives] = self.rows[one]
+        if one in self._of_norm:
+            self._of_norm[gives] = self._of_norm.pop(one)
+
+    def is_of_product(self, number: int) -> bool:
+        return number in self._of_product
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Say that these rows are needed no more."""
+        for number in numbers:
+            for of in (self.rows, self._of_product, self._of_norm):
+                of.pop(number, None)
+
+
+def _unused(kind: str, used: Mapping[int, str]) -> str:
+    names = (kind if place == 0 else f"{kind} {place}" for place in range(len(used) + 1))
+    return next(name for name in names if name not in used.values())
+
+
+class Operation(Protocol):
+    """One step, or several that are one operation."""
+
+    def run(self, step: StepRows) -> None:
+        """Compute the rows that the operation gives."""
+        ...
+
+    def record(self, recorded: RecordedRows, into: Rows | None) -> None:
+        """Append it to a program. `into`: the rows for the result of a norm; None: a scratch buffer.
+
+        Raises KernelArgumentError for what the kernels can't compute.
+        """
+        ...
+
+
+class _PartOperation:
+    """A part computes rows from rows alone."""
+
+    def __init__(self, call: Call, drops: Sequence[int], row_quantum: int) -> None:
+        self._call = call
+        self._drops = drops
+        self._row_quantum = row_quantum
+        part: Any = call.part
+        self._rows: Callable[[torch.Tensor], torch.Tensor] = self._by_torch
+        if isinstance(part, FUSED_NORMS + FUSED_MLPS):
+            self._rows = part.rows
+
+    def run(self, step: StepRows) -> None:
+        step.rows[self._call.gives] = self._rows(step.rows[self._call.given])
+        _forget(step, self._drops)
+
+    def _by_torch(self, x: torch.Tensor) -> torch.Tensor:
+        # Behind the last mixer there may be only the rows that sample, which are not padded.
+        padded = functional.pad(x, (0, 0, 0, -x.shape[0] % self._row_quantum))
+        out = self._call.part(padded.unsqueeze(0))
+        rows: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return rows.reshape(padded.shape)[: x.shape[0]].contiguous()
+
+    def record(self, recorded: RecordedRows, into: Rows | None) -> None:
+        call, part = self._call, self._call.part
+        x = recorded.rows[call.given]
+        if isinstance(part, FUSED_NORMS):
+            name = recorded.for_norm(call.gives)
+            rows = part.record(recorded.program, x, into=into or name)
+        elif isinstance(part, FUSED_MLPS):
+            rows = part.record(recorded.program, x, into=recorded.for_product(call.gives))
+        else:
+            raise KernelArgumentError("part", f"is a {type(part).__name__}, which torch computes")
+        recorded.rows[call.gives] = rows
+        recorded.drop(self._drops)
+
+
+class _MixerOperation:
+    """A mixer computes rows from rows and angles; the last one, where only rows that sample go on, gives these."""
+
+    def __init__(self, call: Call, mixer: Mixer, drops: Sequence[int], later: Sequence[int] | None) -> None:
+        """`later`: for the last mixer the other rows that are needed behind it; None: it is not the last one."""
+        self._call = call
+        self._mixer = mixer
+        self._drops = drops
+        self._later = later
+
+    def run(self, step: StepRows) -> None:
+        rows = step.rows
+        sample_rows = None if self._later is None else step.sample_rows
+        cos, sin = step.angles[self._call.angles]
+        rows[self._call.gives] = self._mixer.rows(rows[self._call.given], cos, sin, sample_rows)
+        _forget(step, self._drops)
+        if sample_rows is not None:
+            step.is_empty = sample_rows.shape[0] == 0
+            for number in self._later or ():
+                rows[number] = rows[number][sample_rows]
+
+    def record(self, recorded: RecordedRows, into: Rows | None) -> None:
+        call, rows, program = self._call, recorded.rows, recorded.program
+        sampling = self._later is not None and recorded.sampling
+        name = recorded.for_product(call.gives)
+        cos, sin = recorded.angles[call.angles]
+        rows[call.gives] = self._mixer.record(
+            program, rows[call.given], cos, sin, recorded.paged, sampling=sampling, into=name
+        )
+        recorded.drop(self._drops)
+        if sampling:
+            for number in self._later or ():
+                rows[number] = program.take_sampled(rows[number], into=f"sampled {number}")
+
+
+class _SumOperation:
+    """A sum, and the norm of it if there is one."""
+
+    def __init__(self, step: Sum, norm: Call | None, drops: Sequence[int]) -> None:
+        self._sum = step
+        self._norm = norm
+        self._part: Any = None if norm is None else norm.part
+        self._drops = drops
+
+    def run(self, step: StepRows) -> None:
+        one, other = step.rows[self._sum.one], step.rows[self._sum.other]
+        if self._norm is None:
+            factor = self._sum.factor
+            step.rows[self._sum.gives] = one + (other if factor == 1.0 else other * factor)
+        else:
+            step.rows[self._sum.gives], step.rows[self._norm.gives] = self._part.add(other, one)
+        _forget(step, self._drops)
+
+    def record(self, recorded: RecordedRows, into: Rows | None) -> None:
+        own, rows, program = self._sum, recorded.rows, recorded.program
+        if own.factor != 1.0:
+            raise KernelArgumentError("factor", "of a sum is not 1")
+        if own.one not in self._drops or recorded.is_of_product(own.one):
+            raise KernelArgumentError("residual", "would be replaced by the sum, but is needed, or shared by ranks")
+        one, other = rows[own.one], rows[own.other]
+        if self._norm is not None:
+            name = recorded.for_norm(self._norm.gives)
+            rows[self._norm.gives] = self._part.record_add(program, other, one, into=into or name)
+        else:
+            # There is no operation for a sum alone. The norm that is computed with it is read by nobody.
+            weight = torch.ones(one.width, dtype=one.dtype)
+            program.add_rms_norm(other, one, weight, 1.0, plus_one=False, into="unread norm")
+        recorded.replace(own.one, own.gives)
+        recorded.drop(self._drops)
+
+
+def _forget(step: StepRows, numbers: Sequence[int]) -> None:
+    for number in numbers:
+        del step.rows[number]
+
+
+def operations_of(steps: Sequence[Step], result: int, row_quantum: int) -> list[Operation]:
+    """The operations of steps that are all needed. `row_quantum`: torch computes multiples of this many rows."""
+    last_use = {number: place for place, step in enumerate(steps) for number in step.operands}
+    last_use[result] = len(steps)
+    last_mixer = max((place for place, step in enumerate(steps) if _mixer_of(step) is not None), default=-1)
+    operations: list[Operation] = []
+    place = 0
+    while place < len(steps):
+        step, first = steps[place], place
+        norm = _norm_of(step, steps[place + 1]) if place + 1 < len(steps) else None
+        place += 1 if norm is None else 2
+        drops = [number for number, last in last_use.items() if first <= last < place]
+        if isinstance(step, Sum):
+            operations.append(_SumOperation(step, norm, drops))
+        elif (mixer := _mixer_of(step)) is not None:
+            before = {0, *(earlier.gives for earlier in steps[:first])}
+            later = sorted(number for number in before if last_use[number] > first) if first == last_mixer else None
+            operations.append(_MixerOperation(step, mixer, drops, later))
+        else:
+            operations.append(_PartOperation(step, drops, row_quantum))
+    return operations
+
+
+def needed_steps(steps: Sequence[Step], result: int) -> list[Step]:
+    """The steps that the rows `result` depend on."""
+    needed, kept = {result}, []
+    for step in reversed(steps):
+        if step.gives in needed:
+            needed.update(step.operands)
+            kept.append(step)
+    return kept[::-1]
+
+
+def _mixer_of(step: Step) -> Mixer | None:
+    return step.part if isinstance(step, Call) and isinstance(step.part, Mixer) else None
+
+
+def _norm_of(step: Step, following: Step) -> Call | None:
+    """The step behind a sum, if both are one operation: the norm of the sum."""
+    if not isinstance(step, Sum) or step.factor != 1.0 or not isinstance(following, Call):
+        return None
+    return following if isinstance(following.part, FusedNorm) and following.given == step.gives else None

@@ -1,0 +1,313 @@
+"""Watches one call of transformers' loop over the layers, and says of which steps it consists.
+
+Nothing is known of layers but what they do: which of their parts they call, in which order, and with what. What a part
+is given is compared, bit for bit, with what the parts before it have given, and with sums of these. Factors are numbers
+of the model's configuration.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial, reduce
+from itertools import permutations, product
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from baton.runner.model.attention import EchoAttention, UnsupportedAttention
+from baton.runner.model.fused_layers import FusedAttention, Mixer
+from baton.runner.model.layers import head_of
+from baton.runner.model.long_angles import LongAngles, is_rotary
+from baton.runner.model.loop.angles import AngleKind
+from baton.runner.model.loop.steps import FUSED_MLPS, FUSED_NORMS, Call, Step, Sum
+from baton.runner.model.stage import OtherLayer, ReceivedRows, layers_of
+
+_FEW = 2
+"""So many rows of a sum are compared before all are."""
+_ROTATED = 3
+"""The first arguments of a rotary module: itself, rows, and positions."""
+_Kind = Literal["as they are", "times", "over", "capped"]
+
+
+class NotAPlainDecoder(Exception):
+    """The model computes something that Baton's loop over the layers does not know; the message says what."""
+
+
+def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether two tensors are equal, where NaN equals NaN."""
+    return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsMap:
+    """What a model makes of the output of its head."""
+
+    kind: _Kind = "as they are"
+    number: float = 1.0
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """The model's logits, from the output of the head, of the same shape."""
+        if self.kind == "as they are":
+            return logits
+        if self.kind == "times":
+            return logits * self.number
+        if self.kind == "over":
+            return logits / self.number
+        return torch.tanh(logits / self.number) * self.number
+
+
+class _Rotation(NamedTuple):
+    """What a call of a rotary module gave."""
+
+    rotary: nn.Module
+    arguments: Mapping[str, Any]
+    """What it was told besides rows and positions."""
+    given: tuple[Any, ...]
+
+
+class LoopTrace:
+    """The steps of a module's loop over its layers, once it has been called while it is `watched`."""
+
+    def __init__(self, module: Any, echo: EchoAttention) -> None:
+        """`echo`: the attention of the call that is watched. Raises NotAPlainDecoder for a module without layers."""
+        self.steps: list[Step] = []
+        self.angles: list[AngleKind] = []
+        self.embedding_factor = 1.0
+        """What the embedding's rows are multiplied with to be the first layer's input."""
+        self.result = 0
+        """The number of the rows that the head takes, or the stage behind."""
+        self.width = 0
+        """The width of those rows."""
+        self.dtype = torch.float32
+        """The dtype of all rows."""
+        self.logits_map = LogitsMap()
+        """How the logits follow from the head's output."""
+        self._module = module
+        self._echo = echo
+        self._numbers = _numbers_of(module.config)
+        self._factors = [1.0]
+        """Those of sums so far, which are tried before all numbers."""
+        self._rows: dict[int, torch.Tensor] = {}
+        """The rows that steps may be given, each [T, N]: those since the last layer's end."""
+        self._oldest: dict[int, int] = {}
+        """The number of the oldest rows in a sum; of other rows their own."""
+        self._count = 0
+        self._rotations: list[_Rotation] = []
+        self._num_attended = 0
+        self._is_done = False
+        self._is_asking = False
+        """Whether the call that is seen is one that this has made."""
+        self._head_rows: torch.Tensor | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch the calls in the body, in which the module is called once. Raises NotAPlainDecoder there."""
+        module = self._module
+        try:
+            layers = layers_of(module, module.config.num_hidden_layers)
+        except UnsupportedAttention as error:
+            raise NotAPlainDecoder(f"{type(module).__name__} has no list of layers with one attention each") from error
+        embedding, head = module.get_input_embeddings(), head_of(module)
+        if head is None:
+            raise NotAPlainDecoder(f"{type(module).__name__} has no head")
+        base = next(part for part in module.modules() if any(child is layers for child in part.children()))
+        own = [layer for layer in layers if not isinstance(layer, OtherLayer)]
+        received = next((layer for layer in layers if isinstance(layer, ReceivedRows)), None)
+        with ExitStack() as hooks:
+
+            def before(part: nn.Module, hook: Callable[..., None]) -> None:
+                hooks.callback(part.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+            def behind(part: nn.Module, hook: Callable[..., None]) -> None:
+                hooks.callback(part.register_forward_hook(hook, with_kwargs=True).remove)
+
+            behind(embedding if received is None else received, self._begin)
+            inner = [part.rotary for part in module.modules() if isinstance(part, LongAngles)]
+            for part in module.modules():
+                if is_rotary(part) and all(part is not other for other in inner):
+                    behind(part, self._left_rotary)
+            for name, part in base.named_children():
+                if not is_rotary(part) and all(part is not other for other in (layers, embedding, head)):
+                    behind(part, partial(self._left_part_of_base, f"{name} of {type(base).__name__}"))
+            for layer in own:
+                kind = type(layer).__name__
+                for name, part in layer.named_children():
+                    before(part, self._entered)
+                    behind(part, partial(self._left, f"{name} of {kind}"))
+                is_end = layer is own[-1] and layer is not layers[-1]
+                behind(layer, partial(self._left_layer, kind, is_end))
+            before(head, self._entered_head)
+            behind(head, self._left_head)
+            yield
+        self._rows = {}
+
+    def end(self, logits: torch.Tensor) -> None:
+        """Find out how the model's logits follow from its head's output. Raises NotAPlainDecoder."""
+        if self._head_rows is None:
+            return
+        kinds: tuple[_Kind, ...] = ("times", "over", "capped")
+        maps = [LogitsMap(), *(LogitsMap(kind, number) for kind in kinds for number in self._numbers)]
+        found = next((fitting for fitting in maps if _equal(fitting(self._head_rows), logits)), None)
+        if found is None:
+            raise NotAPlainDecoder(f"{type(self._module).__name__} changes its head's output")
+        self.logits_map, self._head_rows = found, None
+
+    def _begin(self, _part: nn.Module, _args: Any, _kwargs: Any, out: torch.Tensor) -> None:
+        if not self._count:
+            self.width, self.dtype = out.shape[-1], out.dtype
+            self._add(out)
+
+    def _add(self, rows: torch.Tensor) -> int:
+        """The number of rows that are new."""
+        number, self._count = self._count, self._count + 1
+        self._rows[number] = _flat(rows).clone()
+        self._oldest[number] = number
+        return number
+
+    def _entered(self, _part: nn.Module, _args: Any, _kwargs: Any) -> None:
+        self._num_attended = len(self._echo.seen)
+
+    def _left_rotary(self, part: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        rotary = part.rotary if isinstance(part, LongAngles) else part
+        told = [*inspect.signature(type(rotary).forward).bind(rotary, *args, **kwargs).arguments.items()]
+        self._rotations.append(_Rotation(part, dict(told[_ROTATED:]), out))
+
+    def _left_part_of_base(self, name: str, part: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        if self._count and not self._is_done:
+            self._left(name, part, args, kwargs, out)
+
+    def _left(self, name: str, part: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        if self._is_asking:
+            return
+        given, gives = _tensors(args, kwargs), _rows_of(out)
+        num_given = sum(value is not None for value in (*args, *kwargs.values()))
+        if not given or gives is None:
+            raise NotAPlainDecoder(f"{name} takes or gives no rows")
+        if self._number_of(_flat(gives)) is not None:
+            return  # dropout, which leaves rows as they are
+        if gives.dtype != self.dtype:
+            raise NotAPlainDecoder(f"{name} gives {gives.dtype}, and the embedding {self.dtype}")
+        is_mixer = isinstance(part, Mixer)
+        if not is_mixer and len(self._echo.seen) > self._num_attended:
+            raise NotAPlainDecoder(f"{name} is a {type(part).__name__}, no FusedAttention")
+        if not is_mixer and num_given > 1:
+            raise NotAPlainDecoder(f"{name} takes more than rows")
+        if not isinstance(part, (Mixer, *FUSED_NORMS, *FUSED_MLPS)) and not self._computes_rows_alone(
+            part, given[0], gives
+        ):
+            raise NotAPlainDecoder(f"{name} gives rows that depend on each other")
+        source = self._explained(given[0], f"{name} takes")
+        angles = self._kind_of_angles(name, part, args, kwargs) if is_mixer else None
+        self.steps.append(Call(part, source, self._add(gives), angles))
+
+    def _computes_rows_alone(self, part: nn.Module, given: torch.Tensor, gives: torch.Tensor) -> bool:
+        """Whether a part gives the same rows if it is given them in another order. A row's tokens may be anyone's."""
+        self._is_asking = True
+        other = _rows_of(part(given.flip(-2)))
+        self._is_asking = False
+        return other is not None and _equal(other.flip(-2), gives)
+
+    def _kind_of_angles(self, name: str, part: nn.Module, args: Any, kwargs: Any) -> int | None:
+        pairs = [value for value in (*args, *kwargs.values()) if isinstance(value, tuple) and len(value) == 2]
+        if not pairs:
+            return None
+        found = next((rotation for rotation in self._rotations if rotation.given[0] is pairs[0][0]), None)
+        if found is None:
+            raise NotAPlainDecoder(f"{name} takes angles of no rotary module")
+        layout = part.rotation.layout if isinstance(part, FusedAttention) else "halves"
+        kind = AngleKind(found.rotary, found.arguments, layout)
+        if kind not in self.angles:
+            self.angles.append(kind)
+        return self.angles.index(kind)
+
+    def _left_layer(self, name: str, is_end: bool, _layer: nn.Module, _args: Any, _kwargs: Any, out: Any) -> None:
+        rows = _rows_of(out)
+        if rows is None:
+            raise NotAPlainDecoder(f"{name} gives no rows")
+        self.result = self._explained(rows, f"{name} gives")
+        self._rows = {self.result: self._rows[self.result]}
+        self._is_done = is_end
+
+    def _entered_head(self, _head: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._is_done:
+            self.result = self._explained(_tensors(args, kwargs)[0], "the head takes")
+
+    def _left_head(self, _head: nn.Module, _args: Any, _kwargs: Any, out: torch.Tensor) -> None:
+        if not self._is_done:
+            self._head_rows = _flat(out)
+
+    def _number_of(self, rows: torch.Tensor) -> int | None:
+        return next((number for number, known in self._rows.items() if _equal(known, rows)), None)
+
+    def _explained(self, given: torch.Tensor, what: str) -> int:
+        """The number of rows [..., N], which are known or become so by a sum of known ones."""
+        rows = _flat(given)
+        number = self._number_of(rows)
+        if number is None and self._count == 1:
+            number = self._explained_as_scaled(rows)
+        if number is None:
+            number = self._explained_as_sum(rows)
+        if number is None:
+            raise NotAPlainDecoder(f"{what} rows that are no sum of those before them")
+        return number
+
+    def _explained_as_scaled(self, rows: torch.Tensor) -> int | None:
+        for factor in (*self._numbers, *(number**0.5 for number in self._numbers if number > 0)):
+            if _equal(self._rows[0] * factor, rows):
+                self.embedding_factor = factor
+                self._rows[0] = rows.clone()
+                return 0
+        return None
+
+    def _explained_as_sum(self, rows: torch.Tensor) -> int | None:
+        alike = [number for number, known in self._rows.items() if known.shape == rows.shape]
+        # Factors that were found once first, and all numbers only if that isn't enough.
+        for factors in ([*self._factors], self._numbers):
+            for factor, (one, *others) in product(factors, (*permutations(alike, 2), *permutations(alike, 3))):
+                if all(_equal(self._sum(one, others, factor, count), rows[:count]) for count in (_FEW, len(rows))):
+                    if factor not in self._factors:
+                        self._factors.append(factor)
+                    other = others[0] if len(others) == 1 else self._add_sum(*others, factor=1.0)
+                    return self._add_sum(one, other, factor=factor)
+        return None
+
+    def _sum(self, one: int, others: Sequence[int], factor: float, count: int) -> torch.Tensor:
+        """The first rows of one + (the sum of the others) * factor."""
+        total = reduce(torch.add, (self._rows[number][:count] for number in others))
+        return self._rows[one][:count] + (total if factor == 1.0 else total * factor)
+
+    def _add_sum(self, one: int, other: int, *, factor: float) -> int:
+        if factor == 1.0:  # the older rows are those that a program replaces by the sum
+            one, other = sorted((one, other), key=lambda number: self._oldest[number])
+        number = self._add(self._sum(one, (other,), factor, len(self._rows[one])))
+        self._oldest[number] = min(self._oldest[one], self._oldest[other])
+        self.steps.append(Sum(one, other, number, factor))
+        return number
+
+
+def _numbers_of(config: Any) -> list[float]:
+    """The numbers of a configuration that may be factors."""
+    numbers = {float(value) for value in vars(config).values() if isinstance(value, int | float)}
+    return sorted(number for number in numbers if math.isfinite(number) and number not in (0.0, 1.0))
+
+
+def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+
+
+def _rows_of(out: Any) -> torch.Tensor | None:
+    rows = out[0] if isinstance(out, tuple) and out else out
+    return rows if isinstance(rows, torch.Tensor) else None
+
+
+def _flat(rows: torch.Tensor) -> torch.Tensor:
+    return rows.reshape(-1, rows.shape[-1])
+
+
+def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return ours.shape == theirs.shape and ours.dtype == theirs.dtype and same_bits(ours, theirs)

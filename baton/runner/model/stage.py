@@ -149,6 +149,14 @@ class Stages(Protocol):
         ...
 
 
+def needs_more_than_rows(architecture: str) -> UnsupportedAttention:
+    """What a model is refused with whose layers can't be divided in stages."""
+    return UnsupportedAttention(
+        f"layers of {architecture} need more than the rows of the layer before them (keys, values or embeddings), "
+        "so they can't be divided in stages: leave out --pp"
+    )
+
+
 class OneStage:
     """The only stage of a model."""
 

@@ -57,6 +57,7 @@ from baton.runner.model.stage import (
     first_reason,
     layers_found,
     layers_of_entries,
+    needs_more_than_rows,
 )
 from baton.runner.model.states.layer_functions import keep_states_in_cache
 from baton.runner.model.stored.mapped_files import MappedFiles
@@ -350,7 +351,7 @@ class Transformer(CachedModel):
         except UnusableWeight as error:
             if self.stage.is_first or not isinstance(error.__cause__, KeyError):
                 raise
-            raise self._needs_more_than_rows(architecture) from error
+            raise needs_more_than_rows(architecture) from error
         finally:
             self.adapters.rows.num_probed = 0
         if not self.stage.is_last and (output.hidden.shape[1], output.hidden.dtype) != (self.width, self.dtype):
@@ -432,13 +433,7 @@ class Transformer(CachedModel):
             expected = self._forward(token_ids, places, rows, received)
             out = self._forward(np.zeros_like(token_ids), places, rows, received, GivenRows(rows, others))
         if not (same_bits(expected.logits, out.logits) and same_bits(expected.hidden, out.hidden)):
-            raise self._needs_more_than_rows(architecture)
-
-    def _needs_more_than_rows(self, architecture: str) -> UnsupportedAttention:
-        return UnsupportedAttention(
-            f"layers of {architecture} need more than the rows of the layer before them (keys, values or embeddings), "
-            "so they can't be divided in stages: leave out --pp"
-        )
+            raise needs_more_than_rows(architecture)
 
     def _probe_given_rows(self) -> tuple[int, str]:
         """The width of rows that may be given in place of tokens, and why none may be: 0 and a reason, or a width.

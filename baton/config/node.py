@@ -80,7 +80,7 @@ class NodeSettings(ClusterSettings):
         description="Port of a node's page /metrics; 0: a free one. Further nodes of `baton up` take the next ports. "
         "Default: no page.",
     )
-    block_size: Count = Field(16, description="Tokens in a KV block.")
+    block_size: Count = Field(16, description="Tokens in a KV block; more where the model keeps large states.")
     kv_cache_memory: ByteSize = Field(
         ByteSize(256 << 20), gt=0, description="Size of a node's KV cache, such as 256MiB."
     )

@@ -108,11 +108,12 @@ class Commit:
         return 0 if num_output_tokens - request.num_given_tokens < _NUM_OUTPUTS_WITH_CACHE_COUNTS else limit
 
     def _drop_unseen(self, request: Request, num_computed_tokens: int) -> None:
-        # A prefill leg offers the blocks that a query at its last submitted token sees.
-        is_prefill = request.leg is Leg.PREFILL
-        next_query = min(num_computed_tokens, request.num_submitted_tokens - 1) if is_prefill else num_computed_tokens
+        manager, next_query = self._state.kv_cache_manager, num_computed_tokens
+        if request.leg is Leg.PREFILL:
+            # Its blocks are offered to where the next queries are.
+            next_query = min(num_computed_tokens, manager.next_query(request))
         if request.group is None or request.group.all_run:
-            self._state.kv_cache_manager.drop_unseen(request.request_id, next_query)
+            manager.drop_unseen(request.request_id, next_query)
 
     def _commit_one(
         self,
@@ -194,7 +195,7 @@ class Commit:
             state.events.record(EngineCoreEventType.FIRST_TOKEN, request)
         if request.leg is Leg.PREFILL:
             request.last_logprobs = logprobs
-        if request.leg is Leg.PREFILL and (request.sampling_params.n > 1 or request.sampling_params.beam_width):
+        if request.leg is Leg.PREFILL and request.has_several:
             # The first sequence may have stopped, but the others need the prompt; a beam search has no first token yet.
             stop = None
             first_index = len(request.output_token_ids) if request.sampling_params.beam_width else first_index

@@ -73,10 +73,11 @@ class EngineCore:
 
         Raises ConfigError for a scheduler that allocates blocks for other groups of layers than the runner has.
         """
-        if len(scheduler.config.windows) != len(runner.layout.groups):
+        config, layout = scheduler.config, runner.layout
+        if (len(config.windows), config.keeps_states) != (len(layout.groups), layout.keeps_states):
             raise ConfigError(
-                f"the scheduler has windows of {len(scheduler.config.windows)} groups of layers, the model has "
-                f"{len(runner.layout.groups)} groups; set SchedulerConfig.windows to KVLayout.windows"
+                f"the scheduler has windows of {len(config.windows)} groups of layers, the model has "
+                f"{len(layout.groups)} groups; set SchedulerConfig.windows to KVLayout.windows, and keeps_states, too"
             )
         self.scheduler = scheduler
         self.runner = runner

@@ -335,6 +335,11 @@ class Request:
         return self.num_tokens + (self.leg is not Leg.EMBED)
 
     @property
+    def has_several(self) -> bool:
+        """Whether it asks for several sequences, or for beams."""
+        return self.sampling_params.n > 1 or self.sampling_params.beam_width > 0
+
+    @property
     def is_root(self) -> bool:
         """Whether this request was submitted as such, and is not a further sequence or beam of another one."""
         group = self.group if self.group is not None else self.beams

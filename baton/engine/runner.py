@@ -74,14 +74,55 @@ class LayerGeometry:
         return f"{self.num_kv_heads}x({self.key_dim}+{self.value_dim})"
 
 
+STATE_BYTES = 4
+"""Bytes of a number of a state: float32, whatever the dtype of rows and of keys."""
+STATE_WINDOW = 2
+"""The window of layers that keep a state: a row needs the state behind the token before it, and leaves that behind its
+own. So a state is dropped, found again, swapped and handed over as keys of such a window are."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """What a layer without attention keeps of a sequence, in place of keys: a state of fixed size (float32).
+
+    A block has the state behind the last token of its stripe that was computed. First come the rows that a convolution
+    looks back at, oldest first [rows, width], then what a recurrence has summed up [heads, key_dim, value_dim]; one of
+    the two may be missing.
+    """
+
+    rows: int = 0
+    width: int = 0
+    heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+
+    @property
+    def num_row_numbers(self) -> int:
+        """Numbers of the rows, behind which the recurrence has its own."""
+        return self.rows * self.width
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the state, whatever the number of tokens of a block."""
+        return STATE_BYTES * (self.num_row_numbers + self.heads * self.key_dim * self.value_dim)
+
+    def __str__(self) -> str:
+        parts = [f"{self.rows}x{self.width}"] if self.rows else []
+        parts += [f"{self.heads}x{self.key_dim}x{self.value_dim}"] if self.heads else []
+        return f"state({'+'.join(parts)})"
+
+
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers with the same attention window; their KV shares blocks, which are freed when the window has passed."""
+    """Layers with the same attention window; their KV shares blocks, which are freed when the window has passed.
+
+    Layers that keep a state are in groups of their own.
+    """
 
     layers: tuple[int, ...]
     """The indices of the layers, in order."""
     window: int | None = None
-    """The most keys that a query attends to, its own included; None: all of them."""
+    """The most keys that a query attends to, its own included; None: all of them. STATE_WINDOW for states."""
 
     def __str__(self) -> str:
         return f"{self.window or 'all'}@{','.join(map(str, self.layers))}"
@@ -99,11 +140,12 @@ class KVLayout:
     The cache is one contiguous piece of memory, block-major. A block holds `block_size` tokens of one group of layers.
     The layers follow each other in the block, each with its keys [num_kv_heads, block_size, key_dim] and then its
     values [num_kv_heads, block_size, value_dim]. In 8 bits a bfloat16 scale for each key and one for each value follow,
-    both [num_kv_heads, block_size]. All blocks have the same size, so any group can use any block.
+    both [num_kv_heads, block_size]. A layer that keeps a state has that in their place. All blocks have the same size,
+    so any group can use any block.
     """
 
     block_size: int
-    layers: tuple[LayerGeometry, ...]
+    layers: tuple[LayerGeometry | LayerState, ...]
     dtype: str
     """float32 or bfloat16, the model's dtype, or in 8 bits int8 or fp8 (e4m3fn)."""
     groups: tuple[LayerGroup, ...] = ()
@@ -143,6 +185,11 @@ class KVLayout:
         return tuple(group.window for group in self.groups)
 
     @property
+    def keeps_states(self) -> bool:
+        """Whether any layer keeps a state, so that a sequence can go on only where its states are."""
+        return any(isinstance(layer, LayerState) for layer in self.layers)
+
+    @property
     def has_scales(self) -> bool:
         """Whether keys and values are in 8 bits, with scales."""
         return ELEMENT_BYTES[self.dtype] == 1
@@ -150,12 +197,17 @@ class KVLayout:
     def layer_elements(self, layer: int) -> int:
         """How many elements of a block a layer takes."""
         geometry = self.layers[layer]
+        if isinstance(geometry, LayerState):
+            return geometry.num_bytes // ELEMENT_BYTES[self.dtype]
         scales = geometry.num_kv_heads * 2 * SCALE_BYTES if self.has_scales else 0
         return self.block_size * (geometry.token_elements + scales)
 
     @property
     def block_elements(self) -> int:
-        return max(sum(self.layer_elements(layer) for layer in group.layers) for group in self.groups)
+        most = max(sum(self.layer_elements(layer) for layer in group.layers) for group in self.groups)
+        # Every block of states begins at a whole number of float32.
+        numbers = STATE_BYTES // ELEMENT_BYTES[self.dtype]
+        return most + -most % numbers if self.keeps_states else most
 
     @property
     def block_bytes(self) -> int:

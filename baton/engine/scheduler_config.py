@@ -54,6 +54,8 @@ class SchedulerConfig:
     windows: tuple[int | None, ...] = (None,)
     """For each group of layers, the most keys that a query attends to, its own included; None: all of them. Blocks that
     a window has passed are freed."""
+    keeps_states: bool = False
+    """Whether some groups of layers keep states (see `LayerState`)."""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"

@@ -125,6 +125,7 @@ class SchedulerState:
             BlockHasher(key_fields, config.block_size),
             config.block_size,
             windows=config.windows,
+            keeps_states=config.keeps_states,
             enable_caching=config.enable_prefix_caching,
             host=HostTier(config.num_host_blocks) if config.num_host_blocks else None,
         )

@@ -102,13 +102,15 @@ class StepPlan:
         )
         self._advance(request, num_tokens)
 
-    def add_drafted(self, request: Request, drafts: Sequence[int], new_block_ids: Sequence[int]) -> None:
-        """Compute the last token of a request that the runner knows, and drafts behind it."""
+    def add_drafted(
+        self, request: Request, num_tokens: int, drafts: Sequence[int], new_block_ids: Sequence[int]
+    ) -> None:
+        """Compute the last `num_tokens` tokens of a request that the runner knows, and drafts behind them."""
         self._known.append(CachedRequestData(request.request_id, new_block_ids, request.num_computed_tokens))
         if drafts:
             self.drafts[request.request_id] = drafts
         self._num_context_tokens += request.num_computed_tokens
-        self._take(request, 1 + len(drafts))
+        self._take(request, num_tokens + len(drafts))
 
     def add_fork(self, request: Request, num_tokens: int, block_ids: Sequence[int]) -> None:
         """Compute `num_tokens` of a request that the runner has not seen, forked from a parent that it knows."""

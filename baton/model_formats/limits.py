@@ -10,6 +10,9 @@ from baton.errors import ConfigError
 
 LONGEST_CONTEXT = 1 << 24
 """In tokens. float32, in which positions become angles, has every whole number up to here and not beyond."""
+CONTEXT_WITHOUT_POSITIONS = 1 << 18
+"""In tokens: what a model is served with whose config.json names no longest sequence, since its states have none. Mamba
+Codestral was tested up to here."""
 LARGEST_VOCABULARY = 1 << 27
 """In tokens."""
 AUDIO_RATE = 16_000

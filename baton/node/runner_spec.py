@@ -80,7 +80,11 @@ def scheduler_config(config: NodeConfig, runner: ModelRunner) -> SchedulerConfig
             f"host_cache_memory {int(config.host_cache_memory)} bytes holds less than 2 blocks of "
             f"{block_bytes} bytes; give it more, or 0 for no host tier"
         )
-    own = settings_for(SchedulerConfig, config) | {"max_model_len": config.max_model_len or longest}
+    own = settings_for(SchedulerConfig, config) | {
+        "max_model_len": config.max_model_len or longest,
+        # More than the configuration says where the model keeps large states.
+        "block_size": runner.layout.block_size,
+    }
     if runner.model.most_source_rows:
         if Capability.TRANSCRIBE in runner.model.capabilities and own["max_model_len"] <= runner.model.most_source_rows:
             raise ConfigError(
@@ -102,6 +106,7 @@ def scheduler_config(config: NodeConfig, runner: ModelRunner) -> SchedulerConfig
     return SchedulerConfig(
         num_blocks=runner.memory.num_blocks,
         windows=runner.layout.windows,
+        keeps_states=runner.layout.keeps_states,
         policy=config.scheduling_policy,
         num_host_blocks=runner.num_host_blocks,
         speculation=_speculation(config),

@@ -88,7 +88,7 @@ class TransformersLogits:
         config = loaded.config
         if keeps_weights:
             read_once(loaded.module)
-        tokens = tuple(check_tokens(min(_NUM_TOKENS, config.max_position_embeddings), config.vocab_size))
+        tokens = tuple(check_tokens(min(_NUM_TOKENS, loaded.max_model_len), config.vocab_size))
         is_mixture = any(map(is_experts, loaded.module.modules()))
         noise = _FP8_NOISE if cache_dtype == "fp8" else _NOISE
         failure, logits = "", None
@@ -138,6 +138,9 @@ class TransformersLogits:
         whole, parts = (check_state(name, tokens, 1 + number * blocks, blocks) for number, name in enumerate("wp"))
         behind = check_state("behind", tokens, 1, blocks)
         behind.num_computed_tokens = min(_CONTEXT, count - 1)
+        if transformer.layout.keeps_states:
+            # They are there behind whole stripes, and behind the last token.
+            behind.num_computed_tokens = (count - 1) // transformer.layout.block_size * transformer.layout.block_size
         differences = {
             "at once": self._difference(transformer, whole, (count,)),
             "in pieces": self._difference(transformer, parts, _PIECES),

@@ -11,7 +11,7 @@ from typing import Self
 
 import torch
 
-from baton.engine.runner import ModelInfo
+from baton.engine.runner import KVLayout, LayerState, ModelInfo
 from baton.errors import ConfigError
 from baton.messages.node_model import Capability
 from baton.messages.node_report import ComputePath
@@ -159,8 +159,10 @@ class _Loading:
             dequantize=spec.dequantize,
         )
         for layer in configs_of_layers(config):
-            num_kv_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
-            stage_spec.check_divides(config.num_hidden_layers, layer.num_attention_heads, num_kv_heads)
+            # A model without attention has no heads to divide.
+            num_heads = getattr(layer, "num_attention_heads", spec.tensor_parallel)
+            num_kv_heads = getattr(layer, "num_key_value_heads", None) or num_heads
+            stage_spec.check_divides(config.num_hidden_layers, num_heads, num_kv_heads)
         return stage_spec
 
     def leading(
@@ -172,7 +174,7 @@ class _Loading:
             return LeadingTransformer(self.model, operations, spec, ONE_STAGE, first_rank)
         stages.load(spec, first_rank)
         leading = LeadingStage(self.model, operations, spec, stages, first_rank)
-        stages.wait_until_ready(leading.layout.num_layers)
+        stages.wait_until_ready(leading.entries_of_stages)
         return leading
 
     def runner(
@@ -234,6 +236,8 @@ class _Loading:
         else:
             _log.info("prompts can't have embeddings: %s", transformer.why_no_given_rows)
         paths = compute_paths(operations, transformer, model.weights, model.dtype)
+        if states := states_path(transformer.layout):
+            paths = (*paths, states)
         if model.left_out:
             runs = f"left out, the text alone is served: {', '.join(model.left_out)}"
             paths = (*paths, ComputePath("other parts", runs))
@@ -269,6 +273,15 @@ class _Loading:
         return settled(why_not), reason
 
 
+def states_path(layout: KVLayout) -> ComputePath | None:
+    """What a sequence's states take, for operators; None for a model that keeps none."""
+    if not layout.keeps_states:
+        return None
+    num_bytes = sum(layer.num_bytes for layer in layout.layers if isinstance(layer, LayerState))
+    size = f"{num_bytes >> 20} MiB" if num_bytes >> 20 else f"{-(-num_bytes // 1024)} KiB"
+    return ComputePath("states", f"{size} of a sequence in the KV cache, kept every {layout.block_size} tokens")
+
+
 def path_of_ranks(spec: TorchSpec) -> ComputePath:
     """What computes a model that is divided among processes of one host's CPU, for operators."""
     shares = divided(spec.num_threads, spec.pipeline_parallel)
@@ -299,6 +312,11 @@ class LoadedDraftModel:
             transformer = Transformer(loaded, operations, beside.block_size, None, beside.num_threads)
         except (UnusableWeight, UnsupportedAttention, KernelArgumentError) as error:
             raise ConfigError(f"the model in {spec.model_dir} can't draft: {error}") from error
+        if transformer.layout.keeps_states:
+            raise ConfigError(
+                f"the model in {spec.model_dir} can't draft: its layers keep states, which can't be taken back behind "
+                "a wrong draft; choose one with attention alone"
+            )
         return cls(spec, loaded, transformer)
 
     @property
@@ -317,6 +335,11 @@ class LoadedDraftModel:
         `drafted_for` and `model`: the other model, whose requests end with its own tokens.
         """
         layout = drafted_for.layout
+        if layout.block_size != self.transformer.layout.block_size:
+            raise ConfigError(
+                f"the model keeps states in blocks of {layout.block_size} tokens, and with a draft model a node does "
+                f"not choose that itself: give it --block-size {layout.block_size}"
+            )
         self.transformer.allocate_cache(drafted_for.num_blocks + self.num_scratch_blocks)
         return DraftModel(
             self.transformer,

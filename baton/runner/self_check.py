@@ -32,7 +32,7 @@ def why_not_bit_exact(loaded: LoadedModel, transformer: Transformer) -> str | No
     Raises UnusableWeight if it computes logits that are not finite, so that no request could be answered.
     """
     return why_missed(transformer.missed_products) or _compare(
-        transformer, loaded.config.vocab_size, loaded.config.max_position_embeddings
+        transformer, loaded.config.vocab_size, loaded.max_model_len
     )
 
 

@@ -92,6 +92,9 @@ def numerics_of(treatment: str, operations: Operations, layout: KVLayout) -> str
     if layout.has_scales:
         # A stream must not move between decode nodes whose caches round differently.
         numerics += f"/kv-{layout.dtype}"
+    if layout.keeps_states:
+        # The bits are the same with any block size, but states are there at the ends of blocks alone.
+        numerics += f"/states-of-{layout.block_size}"
     return numerics
 
 

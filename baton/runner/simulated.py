@@ -16,7 +16,7 @@ import numpy.typing as npt
 import xxhash
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
-from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, ModelInfo, OneProcessRunner
+from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, LayerGeometry, ModelInfo, OneProcessRunner
 from baton.messages.node_model import Capability
 from baton.messages.pooling import NO_POOLING_FILES, Pooling, PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
@@ -76,7 +76,9 @@ def layout_of(spec: SimulatedSpec) -> KVLayout:
 
 def head_rows(layout: KVLayout) -> tuple[int, int, int, int]:
     """The shape of one token's KV: layers, keys and values, KV heads, bytes of a head."""
-    num_kv_heads = layout.layers[0].num_kv_heads
+    first = layout.layers[0]
+    assert isinstance(first, LayerGeometry)
+    num_kv_heads = first.num_kv_heads
     return layout.num_layers, 2, num_kv_heads, token_bytes(layout) // (layout.num_layers * 2 * num_kv_heads)
 
 

@@ -70,7 +70,7 @@ class TorchSpec:
     dtype: str = "auto"
     """auto, float32 or bfloat16; auto takes bfloat16 where the CPU computes it natively."""
     block_size: int = 16
-    """Tokens in a block."""
+    """Tokens in a block; a model that keeps large states gets more (`larger_for_states`)."""
     num_blocks: int | None = None
     """Size of the KV cache in blocks. Exactly one of `num_blocks` and `cache_bytes` must be set."""
     cache_bytes: int | None = None

@@ -10,34 +10,15 @@ import pytest
 import torch
 
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
-from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError
-from baton.runner.backends.cuda.cuda_operations import CudaOperations
-from baton.runner.backends.device import CPU
-from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.operations import Activation
 from baton.runner.backends.paged_cache import CacheView
-from baton.runner.backends.torch_operations import TorchOperations, activate
-from tests.doubles.fake_attention import fake_paged_attention
-from tests.support import reference_operations as reference
+from baton.runner.backends.torch_operations import activate
 from tests.support.kernel_inputs import randn
 from tests.support.pairs import all_pairs
 
 TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 6e-3}
 LENGTHS, QUERIES, SIZE = (1, 40, 90), (1, 5, 33), 16
-
-
-@pytest.fixture(params=["compiled", "torch", "gpu", "reference"])
-def operations(request: pytest.FixtureRequest) -> Any:
-    if request.param == "compiled" and not kernels.available():
-        pytest.skip(kernels.available().reason)
-    made: dict[str, Any] = {
-        "compiled": CompiledOperations(2, ""),
-        "torch": TorchOperations(1),
-        "gpu": CudaOperations(CPU, fake_paged_attention),
-        "reference": reference,
-    }
-    return made[request.param]
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)

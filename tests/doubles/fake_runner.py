@@ -4,7 +4,8 @@ Each slot of its cache holds 8 bytes: a digest of the slot before it (read throu
 and of the token there. The token that is sampled is a function of the last slot, so that one lost, stale, overwritten
 or foreign block anywhere in a request's history changes its tokens. `expected_tokens` is the oracle. The cache is real
 memory, so that KV can be moved between processes as with any runner. Each group of layers has slots of its own, and all
-slots in the group's window are checked. A request's adapter goes into each of its slots.
+slots in the group's window are checked. A group that keeps states has one slot in each block: that of the last token of
+the stripe which was computed and is no draft. A request's adapter goes into each of its slots.
 """
 
 from __future__ import annotations
@@ -20,7 +21,17 @@ import numpy as np
 import xxhash
 
 from baton.engine.batch import ForkedRequestData, ModelRunnerOutput, SchedulerOutput
-from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, LayerGeometry, LayerGroup, ModelInfo, OneProcessRunner
+from baton.engine.runner import (
+    PROBE_BLOCKS,
+    STATE_WINDOW,
+    KVLayout,
+    KVMemory,
+    LayerGeometry,
+    LayerGroup,
+    LayerState,
+    ModelInfo,
+    OneProcessRunner,
+)
 from baton.engine.sequences.beams import BeamSearch
 from baton.errors import AdapterRefused, InvalidRequest
 from baton.messages.node_model import Capability
@@ -34,6 +45,7 @@ from baton.runner.execution.pooling import embedding_of_number
 _MASK = (1 << 64) - 1
 _START = 0x9E3779B97F4A7C15
 _EMBEDDING_SIZE = 4
+_GEOMETRY = LayerGeometry(1, 1, 1)
 
 
 def _mix(before: int, token_id: int) -> int:
@@ -215,11 +227,15 @@ class FakeRunner(OneProcessRunner):
         num_host_blocks: int = 0,
         eos_token_ids: frozenset[int] = frozenset(),
         windows: Sequence[int | None] = (None,),
+        keeps_states: bool = False,
         name: str = "scripted",
     ) -> None:
-        """`windows`: the attention window of each group of layers, at least 2 keys; None: all keys."""
+        """`windows`: the attention window of each group of layers, at least 2 keys; None: all keys. `keeps_states`:
+        groups with STATE_WINDOW keep states."""
         groups = tuple(LayerGroup((layer,), window) for layer, window in enumerate(windows))
-        self.layout = KVLayout(block_size, (LayerGeometry(1, 1, 1),) * len(groups), "float32", groups)
+        self._state_groups = {i for i, window in enumerate(windows) if keeps_states and window == STATE_WINDOW}
+        layers = [LayerState(1, 2 * block_size) if i in self._state_groups else _GEOMETRY for i in range(len(groups))]
+        self.layout = KVLayout(block_size, tuple(layers), "float32", groups)
         self.model = ModelInfo(
             name=name,
             fingerprint=f"scripted-{vocab_size}",
@@ -277,6 +293,15 @@ class FakeRunner(OneProcessRunner):
         """The first `num_tokens` slots of these blocks; 0 for a slot in the null block."""
         places = [self._slot(block_ids, position, group) for position in range(num_tokens)]
         return [self._slots[place] if place >= self.layout.block_size else 0 for place in places]
+
+    def held_positions(self, num_tokens: int, group: int = 0) -> Sequence[int]:
+        """The positions of the first `num_tokens` tokens that have a slot: all, or the last of each stripe."""
+        if group not in self._state_groups:
+            return range(num_tokens)
+        return [
+            min(end, num_tokens) - 1
+            for end in range(self.layout.block_size, num_tokens + self.layout.block_size, self.layout.block_size)
+        ]
 
     def write_slots(self, block_ids: Sequence[int], slots: Sequence[int], start: int = 0, group: int = 0) -> None:
         """Overwrite the slots from position `start` on, as a transfer would; those in the null block are skipped."""
@@ -397,20 +422,26 @@ class FakeRunner(OneProcessRunner):
         for request_id in scheduler_output.num_scheduled_tokens:
             self._known[request_id] = _RequestState([], [], SamplingParams(), 0, "lost with an earlier step")
 
-    def _compute(self, request_id: str, known: _RequestState, num_tokens: int) -> int:
+    def _compute(self, request_id: str, known: _RequestState, num_tokens: int, behind: int | None = None) -> int:
+        """Compute the next tokens; returns the last one's slot. `behind`: they are drafts behind this slot, of which no
+        state is kept."""
         if known.adapter and known.adapter not in self.adapters.loaded:
             raise ContradictoryStep(f"{request_id}: the adapter {known.adapter} is not loaded")
         start, stop = known.num_computed_tokens, known.num_computed_tokens + num_tokens
         num_groups = len(self.layout.groups)
         if stop > len(known.token_ids) or stop > len(known.block_ids) // num_groups * self.layout.block_size:
             raise ContradictoryStep(f"{request_id}: no token or no slot at position {stop - 1}")
-        before = self._slots[self._slot(known.block_ids, start - 1)] if start else _START
-        if num_groups > 1 and not self._sees_its_history(known, start):
-            before ^= _MASK
+        if behind is not None:
+            before = behind
+        else:
+            before = self._slots[self._slot(known.block_ids, start - 1)] if start else _START
+            if num_groups > 1 and not self._sees_its_history(known, start):
+                before ^= _MASK
         for position in range(start, stop):
             before = _mix(before, _in_slots(known.token_ids[position], known.adapter))
             for group in range(num_groups):
-                self._slots[self._slot(known.block_ids, position, group)] = _of_group(before, group)
+                if behind is None or group not in self._state_groups:
+                    self._slots[self._slot(known.block_ids, position, group)] = _of_group(before, group)
         known.num_computed_tokens = stop
         return before
 
@@ -418,22 +449,25 @@ class FakeRunner(OneProcessRunner):
         self, request_id: str, known: _RequestState, last_slot: int, drafts: Sequence[int]
     ) -> list[int]:
         """Append the next token, and further ones while the drafts are right; returns the slot before each of them."""
-        slots = []
+        slots, start = [], known.num_computed_tokens
         for draft in (*drafts, None):
             slots.append(last_slot)
             known.token_ids.append(_draw(last_slot, known.sampling_params.seed, self.model.vocab_size))
             if known.token_ids[-1] != draft:
                 break
-            last_slot = self._compute(request_id, known, 1)
+            last_slot = self._compute(request_id, known, 1, behind=last_slot)
         void = drafts[len(slots) - 1 :]
         if void:
             # Their KV is written all the same, so that a request that used it would get other tokens.
             kept, num_computed_tokens = known.token_ids.pop(), known.num_computed_tokens
             known.token_ids += void
-            self._compute(request_id, known, len(void))
+            self._compute(request_id, known, len(void), behind=last_slot)
             del known.token_ids[-len(void) :]
             known.token_ids.append(kept)
             known.num_computed_tokens = num_computed_tokens
+        if self._state_groups:
+            # Its states are those behind the tokens that are no drafts, so the next step begins there.
+            known.num_computed_tokens = start
         return slots
 
     def _drafts(self, wanted: Mapping[str, int], sampled: Collection[str]) -> dict[str, Sequence[int]]:
@@ -473,6 +507,8 @@ class FakeRunner(OneProcessRunner):
         """Whether all slots that a query at `position` sees, in all groups, are right."""
         for group, window in enumerate(self.layout.windows):
             first = max(0, position - window + 1) if window else 0
+            if group in self._state_groups:
+                first = max(0, position - 1)
             expected = prompt_slots(known.token_ids[:position], group, known.adapter)[first:]
             if self.read_slots(known.block_ids, position, group)[first:] != expected:
                 return False
@@ -480,4 +516,5 @@ class FakeRunner(OneProcessRunner):
 
     def _slot(self, block_ids: Sequence[int], position: int, group: int = 0) -> int:
         block, offset = divmod(position, self.layout.block_size)
+        offset = 0 if group in self._state_groups else offset
         return block_ids[block * len(self.layout.groups) + group] * self.layout.block_size + offset

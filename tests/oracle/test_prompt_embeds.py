@@ -65,6 +65,7 @@ def make_engine(runner: TorchModelRunner, budget: int = 24, **settings: Any) -> 
         num_blocks=runner.memory.num_blocks,
         block_size=runner.layout.block_size,
         windows=runner.layout.windows,
+        keeps_states=runner.layout.keeps_states,
         max_num_batched_tokens=budget,
         max_num_seqs=8,
         max_model_len=runner.model.max_model_len,

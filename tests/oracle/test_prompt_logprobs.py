@@ -102,6 +102,7 @@ class Engine:
             num_blocks=runner.memory.num_blocks,
             block_size=runner.layout.block_size,
             windows=runner.layout.windows,
+            keeps_states=runner.layout.keeps_states,
             max_model_len=runner.model.max_model_len,
             **{"max_num_seqs": 8, **settings},  # type: ignore[arg-type]
         )

@@ -104,7 +104,7 @@ def record(written: MeantModel, dtype: str, cache_dtype: str = "auto") -> Comput
     operations.inputs.clear()
     logits = compute(runner, [len(TOKENS)])
     transformer, cached = runner._transformer, []
-    for view in cache_views(transformer.kv_cache, transformer.layout, Shard()):
+    for view in cache_views(transformer.kv_cache, transformer.layout, Shard()).values():
         rows = read_blocks(view, torch.tensor([1, 2]), torch.float32)
         key, value = (each[:, : len(TOKENS)].transpose(0, 1) for each in rows)
         cached.append((key, value))

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
-from baton.engine.runner import ELEMENT_BYTES, SCALE_BYTES, RunnerLost, StepExecutor
+from baton.engine.runner import ELEMENT_BYTES, SCALE_BYTES, LayerGeometry, RunnerLost, StepExecutor
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.errors import ConfigError
 from baton.messages.request_spec import RequestSpec
@@ -116,6 +116,7 @@ def kv_of(runner: TorchModelRunner) -> list[Bytes]:
         for cache in caches_of(runner):
             blocks, at = cache.kv_cache.view(torch.uint8).cpu().numpy().reshape(cache.num_blocks, -1), 0
             for geometry in (layout.layers[layer] for layer in group.layers if layer in cache.own_layers):
+                assert isinstance(geometry, LayerGeometry)
                 sizes = [size * ELEMENT_BYTES[layout.dtype] for size in (geometry.key_dim, geometry.value_dim)]
                 for size in [*sizes, *([SCALE_BYTES] * 2 if layout.has_scales else [])]:
                     end = at + geometry.num_kv_heads * layout.block_size * size
@@ -151,6 +152,7 @@ def compute(
         num_blocks=runner.memory.num_blocks,
         block_size=runner.layout.block_size,
         windows=runner.layout.windows,
+        keeps_states=runner.layout.keeps_states,
         **{"max_num_batched_tokens": 40, "max_num_seqs": 8, "max_model_len": runner.model.max_model_len, **limits},
     )
     fields = CacheKeyFields(runner.model.fingerprint, runner.layout.dtype, "test")

@@ -88,6 +88,7 @@ def generate(
         num_blocks=runner.memory.num_blocks,
         block_size=runner.layout.block_size,
         windows=runner.layout.windows,
+        keeps_states=runner.layout.keeps_states,
         max_num_batched_tokens=64,
         max_num_seqs=8,
         long_prefill_token_threshold=9,

@@ -89,6 +89,7 @@ def test_greedy_tokens_and_logits_are_those_of_the_whole_model(models: Path, nam
         ("ernie4_5_vl_moe", {"dtype": "bfloat16", "tensor_parallel": 2, "pipeline_parallel": 2}),
         ("kimi_k25", {"quantization": "int4", "tensor_parallel": 2}),
         ("glm4v_moe", {"quantization": "int8", "pipeline_parallel": 2}),
+        ("qwen3_5_moe", {"dtype": "bfloat16", "tensor_parallel": 2}),
     ],
 )
 def test_ranks_and_stages_have_the_tokens_of_one_process(models: Path, name: str, settings: dict[str, Any]) -> None:

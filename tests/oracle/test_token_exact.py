@@ -36,6 +36,7 @@ def make_engine(runner: TorchModelRunner, **limits: Any) -> EngineCore:
         "num_blocks": runner.memory.num_blocks,
         "block_size": runner.layout.block_size,
         "windows": runner.layout.windows,
+        "keeps_states": runner.layout.keeps_states,
         "long_sequences": runner.model.long_sequences,
         "max_num_batched_tokens": 24,
         "max_num_seqs": 8,

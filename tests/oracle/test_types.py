@@ -58,6 +58,9 @@ ALL = os.environ.get("BATON_TYPES") == "all"
 LENGTHS = (1, 14, 48, 130, 150)
 """Prompts shorter than a block, of whole blocks, longer than windows, and longer than torch's products take at once
 (112 rows)."""
+LONGER, OTHER_LONGER = (1, 56, 192, 520, 600), 508
+"""The same for types without attention, which have a state every 512 tokens and need a block only behind it."""
+WITHOUT_ATTENTION = {"falcon_mamba", "mamba", "mamba2"}
 LONG = 60
 """Tokens of an answer in whose middle its node ends."""
 KEPT = ("rope_theta", "partial_rotary_factor", "llama_4_scaling_beta", "short_mscale", "long_mscale")
@@ -66,11 +69,12 @@ Answers = dict[str, tuple[list[int], list[TokenLogprobs]]]
 Prompts = Mapping[str, list[int]]
 
 
-def prompts() -> dict[str, list[int]]:
+def prompts(row: str) -> dict[str, list[int]]:
     """Beginnings of one text, whose later prompts find those before them in the cache, and one other text."""
     draw = Random(11)
-    texts = [[draw.randrange(256) for _ in range(LENGTHS[-1])] for _ in range(2)]
-    return {**{f"{length}": texts[0][:length] for length in LENGTHS}, "other": texts[1][:40]}
+    lengths, other = (LONGER, OTHER_LONGER) if row in WITHOUT_ATTENTION else (LENGTHS, 40)
+    texts = [[draw.randrange(256) for _ in range(lengths[-1])] for _ in range(2)]
+    return {**{f"{length}": texts[0][:length] for length in lengths}, "other": texts[1][:other]}
 
 
 @dataclass
@@ -141,16 +145,19 @@ def behind_prefixes(runner: TorchModelRunner, given: Prompts, params: SamplingPa
         turn = run(engine, {name: prompt}, params)
         found |= turn.answers
         cached = turn.num_cached
-    assert cached >= sum(LENGTHS[1:-1]) // 2
+    lengths = sorted(len(prompt) for name, prompt in given.items() if name != "other")
+    assert cached >= sum(lengths[1:-1]) // 2
     return found
 
 
 def with_drafts(runner: TorchModelRunner, given: Prompts, params: SamplingParams) -> Answers:
-    """The model drafts for itself, of which a draft that is drawn otherwise is refused."""
+    """The model drafts for itself, of which a draft that is drawn otherwise is refused; for one with states another one
+    drafts, of which all drafts may be wrong."""
     speculation = SpeculationConfig("draft_model", 4, model="draft")
     engine = make_engine(runner, speculation=speculation)
     turn = run(engine, given, params)
-    assert engine.scheduler.make_stats().spec_decoding.num_accepted_tokens > 0
+    drafted = engine.scheduler.make_stats().spec_decoding
+    assert (drafted.num_draft_tokens if runner.layout.keeps_states else drafted.num_accepted_tokens) > 0
     return turn.answers
 
 
@@ -175,9 +182,15 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
 
 
 def load(directory: Path, dtype: str) -> TorchModelRunner:
-    draft = DraftSpec(directory, 4) if ALL else None
-    cache: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_blocks": 224, "host_cache_bytes": 1 << 22}
-    return load_runner(TorchSpec(directory, dtype=dtype, draft=draft, **cache))
+    spec = TorchSpec(directory, dtype=dtype, block_size=BLOCK_SIZE, num_blocks=224, host_cache_bytes=1 << 22)
+    if not ALL:
+        return load_runner(spec)
+    layout = load_runner(spec).layout
+    drafting = directory
+    if layout.keeps_states:  # such a model can't draft
+        drafting = directory / "drafts"
+        write_varied_model(drafting, LISTED_TYPES["llama"], seed=5)
+    return load_runner(replace(spec, draft=DraftSpec(drafting, 4), block_size=layout.block_size))
 
 
 def tokens_of(answers: Answers) -> dict[str, list[int]]:
@@ -189,11 +202,11 @@ def test_greedy_tokens_equal_generate(tmp_path: Path, row: str) -> None:
     write_varied_model(tmp_path, ROWS[row], seed=5)
     runner = load(tmp_path, "float32")
     assert (runner.model.why_unverified, runner.model.bit_exact_reason) == ("", "")
-    expected = generate_with_transformers(tmp_path, prompts())
+    expected = generate_with_transformers(tmp_path, prompts(row))
     # A model that repeats one token would prove nothing.
     assert len({token for tokens in expected.values() for token in tokens}) > 12
     for name, way in WAYS.items():
-        assert tokens_of(way(runner, prompts(), GREEDY)) == expected, name
+        assert tokens_of(way(runner, prompts(row), GREEDY)) == expected, name
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -201,9 +214,9 @@ def test_drawn_tokens_depend_on_the_request_alone(tmp_path: Path, row: str) -> N
     write_varied_model(tmp_path, ROWS[row], seed=5)
     runner = load(tmp_path, "bfloat16")
     assert (runner.model.why_unverified, runner.model.bit_exact_reason) == ("", "")
-    expected = alone(runner, prompts(), DRAWN)
+    expected = alone(runner, prompts(row), DRAWN)
     for name, way in WAYS.items():
-        assert way(runner, prompts(), DRAWN) == expected, name
+        assert way(runner, prompts(row), DRAWN) == expected, name
 
 
 SOME = list(ROWS) if ALL else ["deepseek_v2"]
@@ -215,10 +228,10 @@ SOME = list(ROWS) if ALL else ["deepseek_v2"]
 def test_divided_models_give_the_bits_of_one_process(tmp_path: Path, row: str, shape: tuple[int, int]) -> None:
     write_varied_model(tmp_path, ROWS[row], seed=5)
     with loaded(tmp_path, ALONE, dtype="bfloat16", num_blocks=224) as runner:
-        expected = in_chunks(runner, prompts(), DRAWN, 40)
+        expected = in_chunks(runner, prompts(row), DRAWN, 40)
     try:
         with loaded(tmp_path, shape, dtype="bfloat16", num_blocks=224) as runner:
-            found = in_chunks(runner, prompts(), DRAWN, 40)
+            found = in_chunks(runner, prompts(row), DRAWN, 40)
     except ConfigError as error:
         pytest.skip(f"it is refused: {error}")
     assert found == expected
@@ -252,13 +265,13 @@ def test_scaled_rotary_embeddings(tmp_path: Path, row: str, rope_type: str) -> N
     config = with_rope(row, rope_type)
     try:
         write_varied_model(tmp_path, config, seed=5)
-        expected = generate_with_transformers(tmp_path, prompts())
+        expected = generate_with_transformers(tmp_path, prompts(row))
     except (StrictDataclassClassValidationError, KeyError, TypeError, RuntimeError) as error:
         pytest.skip(f"transformers can't compute it: {error!r}")
     runner = load(tmp_path, "float32")
     assert (runner.model.why_unverified, runner.model.bit_exact_reason) == ("", "")
     for name, way in FEW.items():
-        assert tokens_of(way(runner, prompts(), GREEDY)) == expected, name
+        assert tokens_of(way(runner, prompts(row), GREEDY)) == expected, name
 
 
 def adapted(base: Path) -> str | list[str]:
@@ -281,7 +294,7 @@ def test_adapters_give_the_tokens_of_peft(tmp_path: Path, row: str) -> None:
     write_peft_adapter(base, adapter, seed=1, target_modules=adapted(base), r=4, lora_alpha=8)
     digest = open_adapter(adapter).digest()
     runner.adapters.load(adapter, digest)
-    given = {name: prompt for name, prompt in prompts().items() if len(prompt) < 100}
+    given = {name: prompt for name, prompt in prompts(row).items() if len(prompt) < 100}
     expected = {digest: generate_with_peft(base, adapter, given), "": generate_with_peft(base, None, given)}
     engine = make_engine(runner)
     requests = [
@@ -298,8 +311,8 @@ def test_adapters_give_the_tokens_of_peft(tmp_path: Path, row: str) -> None:
 async def test_a_pair_of_nodes_and_its_failover_give_the_tokens_of_one(tmp_path: Path, row: str) -> None:
     write_varied_model(tmp_path, ROWS[row], seed=5)
     runner = load(tmp_path, "bfloat16")
-    expected = tokens_of(alone(runner, prompts(), DRAWN))
-    long = {"long": prompts()["150"]}
+    expected = tokens_of(alone(runner, prompts(row), DRAWN))
+    long = {"long": max(prompts(row).values(), key=len)}
     expected |= tokens_of(alone(runner, long, replace(DRAWN, max_tokens=LONG)))
 
     def make_runner(node_id: str) -> TorchModelRunner:
@@ -315,8 +328,8 @@ async def test_a_pair_of_nodes_and_its_failover_give_the_tokens_of_one(tmp_path:
         await count.wait_for_tokens(2)
         node = next(node for name, node in cluster.nodes.items() if name != "prefill-0" and node.num_blocks_in_use)
         await node.end()
-        others = await asyncio.gather(*(cluster.generate(request(*item)) for item in prompts().items()))
-        answers = dict(zip([*prompts(), "long"], [*others, await interrupted], strict=True))
+        others = await asyncio.gather(*(cluster.generate(request(*item)) for item in prompts(row).items()))
+        answers = dict(zip([*prompts(row), "long"], [*others, await interrupted], strict=True))
     assert {name: answer.token_ids for name, answer in answers.items()} == expected
     assert all(answer.end.kv_bytes > 0 for answer in others)
     assert answers["long"].end.path.attempts > 1

@@ -60,6 +60,7 @@ class EngineRig:
             self.config.block_size,
             num_host_blocks=self.config.num_host_blocks,
             windows=self.config.windows,
+            keeps_states=self.config.keeps_states,
         )
         self.connector = connector if connector is not None else FakeConnector()
         self.clock = FakeClock()
@@ -210,12 +211,14 @@ class EngineRig:
         """Check that a prefill leg's blocks hold the right KV of `num_tokens` tokens, as far as a continuation sees."""
         prompt, size = self.submitted(request_id), self.config.block_size
         for group, window in enumerate(self.config.windows):
-            first_seen = max(0, len(prompt) - window) // size * size if window is not None else 0
+            query = self.scheduler.kv_cache_manager.next_query(self.requests[request_id])
+            first_seen = max(0, query - window + 1) // size * size if window is not None else 0
             blocks = block_ids[group :: len(self.config.windows)]
             assert [block != 0 for block in blocks] == [stripe * size >= first_seen for stripe in range(len(blocks))]
             slots = self.runner.read_slots(block_ids, num_tokens, group)
             right = prompt_slots(prompt, group, self.requests[request_id].adapter)
-            assert slots[first_seen:] == right[first_seen:num_tokens]
+            places = [place for place in self.runner.held_positions(num_tokens, group) if place >= first_seen]
+            assert [slots[place] for place in places] == [right[place] for place in places]
 
     def complete_transfer(self, request_id: str) -> list[EngineCoreOutput]:
         """Complete a transfer: write the KV, and report it with the token that the prefill node sampled."""

@@ -190,9 +190,135 @@ _OTHERS: Mapping[str, _Fields] = {
     "youtu": _LATENT_MIXTURE,
 }
 
+_CONVOLVED: _Fields = {"conv_L_cache": 3, "conv_bias": True, "layer_types": ["conv", "full_attention"] * 2}
+_HYBRID = ["linear_attention", "full_attention"] * 2
+_DELTA_RULE: _Fields = {
+    "layer_types": _HYBRID,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+}
+_KIMI: _Fields = {
+    **{name: value for name, value in {**_HEADS, **_LATENT, **_LOCAL_EXPERTS}.items() if name != "q_lora_rank"},
+    "num_local_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+    "layer_types": _HYBRID,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MAMBA2: _Fields = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+}
+_WITHOUT_ATTENTION: _Fields = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "vocab_size": 256,
+    "residual_in_fp32": False,
+}
+_MAMBA: _Fields = {
+    **_WITHOUT_ATTENTION,
+    "state_size": 8,
+    "time_step_rank": 4,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+}
+
+WITH_STATES: Mapping[str, _Fields] = {
+    "bailing_hybrid": {**_KIMI, "first_k_dense_replace": 1},
+    "bamba": {**_PLAIN, **_MAMBA2, "attn_layer_indices": [1, 3]},
+    "falcon_h1": {
+        **_PLAIN,
+        **_MAMBA2,
+        "num_hidden_layers": 3,
+        "mamba_d_ssm": 128,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "embedding_multiplier": 2.0,
+        "lm_head_multiplier": 0.8,
+        "key_multiplier": 0.7,
+        "attention_in_multiplier": 1.2,
+        "attention_out_multiplier": 0.9,
+        "ssm_in_multiplier": 1.3,
+        "ssm_out_multiplier": 0.8,
+        "ssm_multipliers": [1.1, 0.9, 0.8, 1.2, 0.7],
+        "mlp_multipliers": [0.9, 1.2],
+    },
+    "falcon_mamba": _MAMBA,
+    "granitemoehybrid": {
+        **_GRANITE,
+        **_LOCAL_EXPERTS,
+        **_MAMBA2,
+        "shared_intermediate_size": 64,
+        "layer_types": _HYBRID,
+    },
+    "jamba": {
+        **_PLAIN,
+        **_EXPERTS,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+    },
+    "kimi_linear": {**_KIMI, "linear_head_dim": 16, "linear_num_heads": 4},
+    "lfm2": {**_PLAIN, **_CONVOLVED},
+    "lfm2_moe": {**_PLAIN, **_CONVOLVED, **_EXPERTS, "moe_intermediate_size": 64, "num_dense_layers": 1},
+    "lfm3": {**_WINDOWS, "conv_bias": True, "layer_types": ["conv", "sliding_attention", "conv", "full_attention"]},
+    "mamba": _MAMBA,
+    "mamba2": {
+        **_WITHOUT_ATTENTION,
+        "num_heads": 8,
+        "head_dim": 16,
+        "state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 16,
+    },
+    "nemotron_h": {
+        **_HEADS,
+        "hybrid_override_pattern": "M*E-M*",
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "chunk_size": 16,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
+        "moe_latent_size": 48,
+        "routed_scaling_factor": 1.5,
+    },
+    "olmo_hybrid": {**_PLAIN, **_DELTA_RULE},
+    "qwen3_5_moe_text": {
+        **_HEADS,
+        **_DELTA_RULE,
+        **_EXPERTS,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
+    "qwen3_5_text": {**_HEADS, **_DELTA_RULE},
+    "qwen3_next": {
+        **_HEADS,
+        **_DELTA_RULE,
+        **_EXPERTS,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
+}
+"""The types that have layers with a state."""
+
 LISTED_TYPES: Mapping[str, _Fields] = {
     **TINY_MODELS,
-    **{name: {**fields, "model_type": name} for name, fields in sorted(_OTHERS.items())},
+    **{name: {**fields, "model_type": name} for name, fields in sorted({**_OTHERS, **WITH_STATES}.items())},
 }
 """Each type's configuration, as a config.json has it."""
 

@@ -16,12 +16,16 @@ import torch
 
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cpu.kernels.attention import require_distance_bias
+from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction
+from baton.runner.backends.cpu.kernels.states import require_convolution, require_recurrence
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.operations import Activation
 from baton.runner.backends.paged_cache import CacheView, read_blocks, write_rows
 from baton.runner.backends.quantized_product import narrow_product
 from baton.runner.backends.quantized_weight import NarrowWeight
 from baton.runner.backends.ranks.ranks import ONE_RANK
+from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall
+from baton.runner.backends.torch_states import sequences_of, states_in
 from baton.runner.backends.weight_rows import Weight, read_weight
 
 Array = npt.NDArray[np.float32]
@@ -206,6 +210,70 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
                 biases = _array(how.distance_bias)[:, np.minimum(distances, how.distance_bias.shape[1] - 1)]
             attended = _attend(_array(query[row]), keys[:, seen], values[:, seen], how, biases)
             out[row] = torch.from_numpy(attended).to(query.dtype)
+    return out
+
+
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: GateActivation
+) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype)
+    for row, (own, by) in enumerate(zip(_array(x), _array(gate), strict=True)):
+        normal = own / np.sqrt((own * own).mean(-1, keepdims=True) + np.float32(eps)) * _array(weight)
+        activated = (by if activation == "silu" else np.float32(1)) / (np.float32(1) + np.exp(-by))
+        out[row] = torch.from_numpy(normal * activated).to(x.dtype)
+    return out
+
+
+def gate(
+    x: torch.Tensor, function: GateFunction, bias: torch.Tensor | None, factor: torch.Tensor | None
+) -> torch.Tensor:
+    out = torch.empty(x.shape)
+    for row, own in enumerate(_array(x)):
+        total = own if bias is None else own + _array(bias)
+        gates = np.logaddexp(total, np.float32(0)) if function == "softplus" else 1 / (np.float32(1) + np.exp(-total))
+        out[row] = torch.from_numpy(gates if factor is None else gates * _array(factor))
+    return out
+
+
+def convolve(call: ConvolutionCall) -> torch.Tensor:
+    require_convolution(call)
+    x, weight, out = _array(call.rows), _array(call.weight), torch.zeros(call.rows.shape, dtype=call.rows.dtype)
+    bias = np.zeros(weight.shape[0], np.float32) if call.bias is None else _array(call.bias)
+    history, states = weight.shape[1] - 1, states_in(call.state)
+    for own in list(sequences_of(call.step, call.state, x.shape[0])):
+        before = np.zeros((history, x.shape[1]), np.float32) if own.before is None else _array(states[own.before])
+        seen = np.concatenate([before, x[own.first_row : own.stop_row]])
+        for token in range(own.count):
+            total = (weight.T * seen[token : token + history + 1]).sum(axis=0) + bias
+            if call.activation == "silu":
+                total = total / (np.float32(1) + np.exp(-total))
+            out[own.first_row + token] = torch.from_numpy(total).to(out.dtype)
+            if token in own.after:
+                states[own.after[token]] = torch.from_numpy(seen[token + 1 : token + 1 + history])
+    return out
+
+
+def recur(call: RecurrenceCall) -> torch.Tensor:
+    require_recurrence(call)
+    query, key, value, decay = map(_array, (call.query, call.key, call.value, call.decay))
+    heads, states = call.state.shape[0], states_in(call.state)
+    out = torch.zeros(call.value.shape, dtype=call.value.dtype)
+    group = np.arange(heads) // (heads // query.shape[1])
+    for own in list(sequences_of(call.step, call.state, out.shape[0])):
+        state = np.zeros(call.state.shape, np.float32) if own.before is None else _array(states[own.before])
+        for token in range(own.count):
+            row = own.first_row + token
+            q, k = query[row], key[row]
+            if call.norm_eps is not None:
+                q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + np.float32(call.norm_eps)) for x in (q, k))
+            q, k, v = q[group] * np.float32(call.scale), k[group], value[row]
+            state = state * np.exp(decay[row]).reshape(heads, -1, 1)
+            if call.beta is not None:
+                v = _array(call.beta[row])[:, None] * (v - np.einsum("hk,hkv->hv", k, state, optimize=False))
+            state = state + k[:, :, None] * v[:, None]
+            out[row] = torch.from_numpy(np.einsum("hk,hkv->hv", q, state, optimize=False)).to(out.dtype)
+            if token in own.after:
+                states[own.after[token]] = torch.from_numpy(state)
     return out
 
 

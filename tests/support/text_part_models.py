@@ -30,6 +30,13 @@ _PATCHES = {
 _GRIDS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
 _HALF_GRIDS = {**_GRIDS, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_DELTA_RULE = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
 _ROUTED = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
@@ -78,6 +85,27 @@ TEXT_PART_MODELS: Mapping[str, Mapping[str, Any]] = {
         "model_type": "qwen3_vl_moe",
         "text_config": {**_TEXT, **_EXPERTS, "rope_parameters": _GRIDS},
         "vision_config": _QWEN3_IMAGES,
+    },
+    "qwen3_5": {
+        "model_type": "qwen3_5",
+        "text_config": {**_TEXT, **_DELTA_RULE, "rope_parameters": _HALF_GRIDS},
+        "vision_config": {**_PATCHES, "num_position_embeddings": 16},
+    },
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe",
+        "text_config": {
+            **_TEXT,
+            **_DELTA_RULE,
+            **_EXPERTS,
+            "shared_expert_intermediate_size": 64,
+            "rope_parameters": _HALF_GRIDS,
+        },
+        "vision_config": {**_PATCHES, "num_position_embeddings": 16},
+    },
+    "lfm2_vl": {
+        "model_type": "lfm2_vl",
+        "text_config": {**_TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2},
+        "vision_config": {**_ENCODER, "model_type": "siglip2_vision_model", "num_patches": 16},
     },
     "glm4v": {
         "model_type": "glm4v",
@@ -157,27 +185,23 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
         },
         "the text part of Llama4ForConditionalGeneration can't be taken out of it, so models of type 'llama4'",
     ),
-    "qwen3_5": (
+    "qwen4_exp": (
         {
-            "model_type": "qwen3_5",
+            "model_type": "qwen4_exp",
             "text_config": {
                 **_TEXT,
-                "linear_num_value_heads": 4,
-                "linear_num_key_heads": 2,
-                "linear_key_head_dim": 16,
-                "linear_value_head_dim": 16,
+                **_DELTA_RULE,
+                **_EXPERTS,
+                "layer_types": ["linear_attention", "indexed_attention"] * 2,
+                "indexer_n_heads": 2,
+                "indexer_kv_heads": 1,
+                "indexer_head_dim": 16,
+                "indexer_budget": 8,
+                "indexer_compress_ratio": 2,
             },
-            "vision_config": _PATCHES,
+            "vision_config": {**_PATCHES, "num_position_embeddings": 16},
         },
-        "is of type 'qwen3_5'.*of type 'qwen3_5_text', and it has layers of type linear_attention",
-    ),
-    "lfm2_vl": (
-        {
-            "model_type": "lfm2_vl",
-            "text_config": {**_TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2},
-            "vision_config": {**_ENCODER, "model_type": "siglip2_vision_model", "num_patches": 16},
-        },
-        "is of type 'lfm2_vl'.*of type 'lfm2', and it has layers of type conv",
+        "is of type 'qwen4_exp'.*of type 'qwen4_exp_text', and it has layers of type indexed_attention",
     ),
     "diffusion_gemma": (
         {

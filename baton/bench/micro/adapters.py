@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from baton.bench.micro.engine import BLOCK_SIZE, EngineBenchConfig
+from baton.bench.micro.engine import EngineBenchConfig
 from baton.bench.micro.engine_drive import EngineDrive, by_turns, load_with_room, rates_by_turns
 from baton.messages.adapters import NO_ADAPTER
 from baton.model_formats.adapters import CONFIG_NAME, DEFAULT_MAX_RANK, WEIGHTS_NAME, open_adapter
@@ -102,9 +102,12 @@ def measure(config: EngineBenchConfig, num_adapters: int, rank: int) -> list[Ada
     from baton.runner.loading import load_runner
 
     count, length = num_adapters, config.context_tokens
-    blocks_of_one = -(-(length + config.steps + 4) // BLOCK_SIZE) + 1
     spec = replace(config.spec(), max_lora_rank=max(rank, DEFAULT_MAX_RANK))
-    num_stripes = 2 + (3 * count + 2 * _ROUNDS + 2) * blocks_of_one
+
+    def num_stripes(block_size: int) -> int:
+        blocks_of_one = -(-(length + config.steps + 4) // block_size) + 1
+        return 2 + (3 * count + 2 * _ROUNDS + 2) * blocks_of_one
+
     runner = load_with_room(lambda num_blocks: load_runner(replace(spec, num_blocks=num_blocks)), num_stripes)
     with closing(runner), TemporaryDirectory(prefix="baton-adapters-") as folder:
         digests = _load_adapters(runner, Path(folder), count, rank)

@@ -18,10 +18,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from baton.bench.micro.engine_drive import EngineDrive, load_with_room
-from baton.bench.micro.engine_work import ModelWork, attention_operations, read_work
+from baton.bench.micro.engine_work import ModelWork, attention_operations, cache_bytes_read, read_work
 from baton.bench.results.host import available_memory, last_level_cache, processor
 from baton.bench.results.spread import Spread
-from baton.engine.runner import KVLayout, ModelInfo
+from baton.engine.runner import KVLayout, LayerGeometry, ModelInfo
 from baton.errors import ConfigError
 from baton.runner import TorchSpec
 from baton.runner.model.checkpoint import open_checkpoint
@@ -226,7 +226,9 @@ def run(config: EngineBenchConfig) -> EngineReport:
     if config.context_tokens + config.steps + 2 > max_tokens:
         raise ConfigError(f"the model takes at most {max_tokens} tokens; use smaller --context-tokens or --steps")
     spec = config.spec()
-    ours = load_with_room(lambda num_blocks: load_timed(replace(spec, num_blocks=num_blocks)), num_stripes(config))
+    ours = load_with_room(
+        lambda num_blocks: load_timed(replace(spec, num_blocks=num_blocks)), partial(num_stripes, config)
+    )
     spec = replace(spec, num_blocks=ours.memory.num_blocks)
     info = ours.model
     why_alone = _why_alone(work, info, ours.memory.num_bytes)
@@ -266,11 +268,14 @@ def _why_alone(work: ModelWork, info: ModelInfo, cache_bytes: int) -> str:
     return ""
 
 
-def num_stripes(config: EngineBenchConfig) -> int:
-    """So many blocks of each group of layers keep all prompts and outputs in the prefix cache."""
-    prompts = (max(_BATCHES) + _ROUNDS) * -(-config.context_tokens // BLOCK_SIZE)
-    rounds = _ROUNDS + 1
-    generated = sum(_BATCHES) * rounds * (config.steps // _ROUNDS // BLOCK_SIZE + 2)
+def num_stripes(config: EngineBenchConfig, block_size: int) -> int:
+    """So many blocks of each group of layers keep all prompts and outputs in the prefix cache.
+
+    Of blocks with many tokens, which have large states, those of a few rounds' outputs are enough.
+    """
+    prompts = (max(_BATCHES) + _ROUNDS) * -(-config.context_tokens // block_size)
+    rounds = _ROUNDS + 1 if block_size == BLOCK_SIZE else 2
+    generated = sum(_BATCHES) * rounds * (config.steps // _ROUNDS // block_size + 2)
     return (prompts + generated) * 9 // 8
 
 
@@ -329,7 +334,6 @@ def _report(
     prefill = Spread.of(ours.prefill_seconds, 1e3)
     products = work.prompt_operations(config.context_tokens)
     attention = _attention_operations(config, layout)
-    kv_bytes_per_token = layout.block_bytes // BLOCK_SIZE
     share = median(products / (turn.rate * turn.seconds[0]) for turn in ours.prefill)
     reads = Spread.of([turn.rate for turns in ours.decode.values() for turn in turns], 1e-9)
     rates = Spread.of([turn.rate for turn in ours.prefill], 1e-9)
@@ -358,7 +362,7 @@ def _report(
         prefill_tokens_per_s=config.context_tokens / prefill.median * 1e3,
         prefill_share_of_product_rate=share,
         prefill_share_with_attention=share * (products + attention) / products,
-        decode=[_decode(config, work, info, kv_bytes_per_token, ours, batch) for batch in _BATCHES],
+        decode=[_decode(config, work, info, layout, ours, batch) for batch in _BATCHES],
         attention_paged_ms=limits.attention.paged * 1e3,
         attention_gathered_ms=limits.attention.gathered * 1e3,
         attention_speedup=limits.attention.gathered / limits.attention.paged,
@@ -376,7 +380,7 @@ def _decode(
     config: EngineBenchConfig,
     work: ModelWork,
     info: ModelInfo,
-    kv_bytes_per_token: int,
+    layout: KVLayout,
     figures: _Figures,
     batch: int,
 ) -> DecodeFigures:
@@ -384,7 +388,7 @@ def _decode(
     # A round starts one token after the prompt, and the context grows by one token per step.
     context = config.context_tokens + 2 + (config.steps // _ROUNDS - 1) / 2
     width = (info.weight_bytes - work.looked_up * _WIDTHS[info.dtype]) / work.multiplied
-    num_bytes = work.bytes_read(width, kv_bytes_per_token, context, batch)
+    num_bytes = work.bytes_read(width, cache_bytes_read(layout, context), batch)
     floors = [num_bytes / turn.rate for turn in figures.decode[batch]]
     shares = [floor / median(turn.seconds) for floor, turn in zip(floors, figures.decode[batch], strict=True)]
     return DecodeFigures(
@@ -396,7 +400,7 @@ def _attention_operations(config: EngineBenchConfig, layout: KVLayout) -> float:
     values: dict[str, Any] = dict(open_checkpoint(config.model_dir).config)
     heads = values.get("num_attention_heads") or values.get("n_head") or 1
     group = heads / (values.get("num_key_value_heads") or heads)
-    numbers = sum(layer.token_elements for layer in layout.layers)
+    numbers = sum(layer.token_elements for layer in layout.layers if isinstance(layer, LayerGeometry))
     return attention_operations(config.context_tokens, numbers * group)
 
 

@@ -24,19 +24,21 @@ from baton.messages.sampling import SamplingParams
 R = TypeVar("R", bound=ModelRunner)
 
 
-def load_with_room(load: Callable[[int], R], num_stripes: int) -> R:
+_FEW_BLOCKS = 64
+
+
+def load_with_room(load: Callable[[int], R], num_stripes: Callable[[int], int]) -> R:
     """The runner that `load` makes of a number of blocks, with a block in each group of layers for so many stripes.
 
-    How many groups a model has (layers with attention windows are in groups of their own) is known once it is loaded,
-    so a model with several is loaded twice.
+    `num_stripes` is told how many tokens a block has. How many groups a model has (layers with attention windows, or
+    with states, are in groups of their own), and how large its blocks are, is known once it is loaded, so it is loaded
+    twice.
     """
-    runner = load(num_stripes)
-    groups = len(runner.layout.windows)
-    if groups == 1:
-        return runner
+    runner = load(_FEW_BLOCKS)
+    num_blocks = num_stripes(runner.layout.block_size) * len(runner.layout.groups)
     runner.close()
     del runner
-    return load(num_stripes * groups)
+    return load(num_blocks)
 
 
 def engine_core(
@@ -51,6 +53,7 @@ def engine_core(
         num_blocks=runner.memory.num_blocks,
         block_size=runner.layout.block_size,
         windows=runner.layout.windows,
+        keeps_states=runner.layout.keeps_states,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         max_model_len=runner.model.max_model_len,

@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from baton.engine.runner import ELEMENT_BYTES, KVLayout, LayerState
 from baton.runner.model.checkpoint import open_checkpoint
 
 _TABLES = ("embed", "wte", "wpe")
@@ -39,14 +40,15 @@ class ModelWork:
         """Parameters of all products together."""
         return self.dense + self.head + self.experts
 
-    def bytes_read(self, width: float, kv_bytes_per_token: int, context_tokens: float, batch: int) -> float:
-        """The fewest bytes that a decode step has to read: weights once, and every request's keys and values once.
+    def bytes_read(self, width: float, cache_bytes: float, batch: int) -> float:
+        """The fewest bytes that a decode step has to read: weights once, and what every request has in the cache.
 
         Of the experts, the share counts that `batch` random rows are expected to be routed to. `width`: bytes of a
-        parameter, on average where some are packed.
+        parameter, on average where some are packed. `cache_bytes`: those that a step reads of one request
+        (`cache_bytes_read`).
         """
         weights = self.dense + self.head + self.experts * self._share_of_experts(batch)
-        return weights * width + batch * context_tokens * kv_bytes_per_token
+        return weights * width + batch * cache_bytes
 
     def prompt_operations(self, tokens: int) -> float:
         """Multiplications and additions with weights for one prompt; logits are computed for its last token alone."""
@@ -58,6 +60,18 @@ class ModelWork:
         if not self.num_experts:
             return 0.0
         return 1 - (1 - self.experts_per_token / self.num_experts) ** rows
+
+
+def cache_bytes_read(layout: KVLayout, context_tokens: float) -> float:
+    """Bytes of the cache that a decode step reads of one request: the keys and values that it sees, or the states."""
+    total = 0.0
+    for group in layout.groups:
+        tokens = context_tokens if group.window is None else min(context_tokens, group.window)
+        for index in group.layers:
+            layer = layout.layers[index]
+            num_bytes = layout.layer_elements(index) * ELEMENT_BYTES[layout.dtype]
+            total += num_bytes if isinstance(layer, LayerState) else num_bytes / layout.block_size * tokens
+    return total
 
 
 def attention_operations(tokens: int, width: float) -> float:
@@ -80,6 +94,8 @@ def work_of(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
             products.add((shape[0], shape[1]))
         elif any(word in name for word in _TABLES):
             table = max(table, prod(shape) if shape[0] == config.get("vocab_size") else 0)
+        elif len(shape) == 3 and shape[1] == 1:
+            dense += prod(shape)  # a convolution of each column
         elif len(shape) == 3 or ".experts." in name:
             experts += prod(shape)
             products.add((shape[-2], shape[-1]))

@@ -14,7 +14,7 @@ from functools import partial
 from random import Random
 from statistics import median
 
-from baton.bench.micro.engine import BLOCK_SIZE, EngineBenchConfig
+from baton.bench.micro.engine import EngineBenchConfig
 from baton.bench.micro.engine_drive import EngineDrive, by_turns, load_with_room, rates_by_turns
 from baton.engine.runner import ModelRunner
 from baton.messages.node_model import NodeShape
@@ -47,7 +47,10 @@ def measure(config: EngineBenchConfig, ranks: NodeShape) -> list[RanksFigures]:
 
     Raises ConfigError.
     """
-    num_stripes = 2 + max(_BATCHES) * (-(-(config.context_tokens + config.steps + 4) // BLOCK_SIZE) + 1)
+
+    def num_stripes(block_size: int) -> int:
+        return 2 + max(_BATCHES) * (-(-(config.context_tokens + config.steps + 4) // block_size) + 1)
+
     specs = [
         replace(config.spec(), tensor_parallel=shape.tp, pipeline_parallel=shape.pp) for shape in (NodeShape(), ranks)
     ]

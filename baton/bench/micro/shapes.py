@@ -35,9 +35,40 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "max_position_embeddings": 32768,
             "tie_word_embeddings": True,
         },
+        "lfm2-700m": {
+            "model_type": "lfm2",
+            "hidden_size": 1536,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 8,
+            "intermediate_size": 6912,
+            "vocab_size": 65536,
+            "max_position_embeddings": 32768,
+            "conv_L_cache": 3,
+            "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+            "tie_word_embeddings": True,
+        },
+        "qwen3.5-0.8b": {
+            "model_type": "qwen3_5_text",
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "intermediate_size": 3584,
+            "vocab_size": 248320,
+            "max_position_embeddings": 32768,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "tie_word_embeddings": True,
+        },
     }
 )
-"""Shapes by name. 0.5b-kv has as much KV per token as 0.5b, and needs very little computing."""
+"""Shapes by name. 0.5b-kv has as much KV per token as 0.5b, and needs very little computing; the last two are those of
+LFM2-700M and of the text of Qwen3.5-0.8B."""
 
 
 def write_shape(directory: Path, shape: str) -> None:

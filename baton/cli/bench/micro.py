@@ -220,7 +220,10 @@ def print_engine(report: EngineReport) -> None:
 def handoff(
     model: ModelOption = None,
     shape: Annotated[
-        str, typer.Option(help="Random weights of a known shape instead: 0.5b, 0.5b-kv.", metavar="NAME")
+        str,
+        typer.Option(
+            help="Random weights of a known shape instead: 0.5b, 0.5b-kv, lfm2-700m, qwen3.5-0.8b.", metavar="NAME"
+        ),
     ] = "",
     dtype: DtypeOption = "auto",
     given: Annotated[

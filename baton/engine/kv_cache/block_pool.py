@@ -144,6 +144,15 @@ class BlockAccounts:
     leased: int
     quarantined: int
 
+    @property
+    def holders(self) -> list[tuple[int, str]]:
+        """How many blocks are in use for each reason."""
+        return [
+            (self.owned, "held by requests or a step that has not ended"),
+            (self.leased, "offered to decode nodes"),
+            (self.quarantined, "that a transfer may still write to"),
+        ]
+
 
 class BlockPool:
     """The blocks of one engine. `num_blocks` counts the null block 0, which is never handed out."""

@@ -46,11 +46,11 @@ class CacheGroups:
             )
         return held
 
-    def unseen_entries(self, entries: range, num_tokens: int) -> set[int]:
-        """Those of `entries` that no query from position `num_tokens - 1` on sees."""
+    def unseen_entries(self, entries: range, query: int) -> set[int]:
+        """Those of `entries` that no query from position `query` on sees."""
         unseen: set[int] = set()
         for group, window in self.windows:
-            end = self.first_seen(num_tokens - 1, window) * self._num_groups
+            end = self.first_seen(query, window) * self._num_groups
             first = entries.start + (group - entries.start) % self._num_groups
             unseen.update(range(first, min(end, entries.stop), self._num_groups))
         return unseen

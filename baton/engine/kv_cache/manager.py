@@ -48,15 +48,19 @@ class KVCacheManager:
         block_size: int,
         *,
         windows: Sequence[int | None] = (None,),
+        keeps_states: bool = False,
         enable_caching: bool,
         host: HostTier | None = None,
     ) -> None:
-        """`windows`: for each group of layers, how many keys its queries see, themselves included; None: all."""
+        """`windows`: for each group of layers, how many keys its queries see, themselves included; None: all.
+        `keeps_states`: whether some groups have states, each behind the last token of its stripe that was computed."""
+        self._keeps_states = keeps_states
         self.pool = pool
         self.host = host
         self.block_size = block_size
         self.num_groups = len(windows)
         self._groups = CacheGroups(pool, block_size, windows)
+        self.has_windows = bool(self._groups.windows)
         self._hasher = hasher
         self._enable_caching = enable_caching
         self._tables: dict[str, BlockTable] = {}
@@ -98,13 +102,15 @@ class KVCacheManager:
         """Whether a request has a block table."""
         return request_id in self._tables
 
-    def shared_prefix(self, request_id: str, num_tokens: int) -> ComputedBlocks | None:
+    def shared_prefix(self, request: Request, num_tokens: int) -> ComputedBlocks | None:
         """The first `num_tokens` computed tokens of a live request, for another request that begins with these tokens.
 
         Full blocks are shared; a partly filled stripe is copied. None: the live request has already dropped KV that the
-        other one's next query sees, or never had it.
+        other one's next query sees, or never had it, or its states are those behind further tokens.
         """
-        blocks, groups = self._tables[request_id].blocks, self.num_groups
+        if self._keeps_states and num_tokens % self.block_size and request.num_computed_tokens != num_tokens:
+            return None
+        blocks, groups = self._tables[request.request_id].blocks, self.num_groups
         full = num_tokens // self.block_size * groups
         end = full + groups if num_tokens % self.block_size else full
         for group, window in self._groups.windows:
@@ -145,9 +151,7 @@ class KVCacheManager:
             missing = num_entries - len(computed.blocks)
         unseen: Collection[int] = ()
         if num_external_tokens and self._groups.windows:
-            unseen = self._groups.unseen_entries(
-                range(num_entries - missing, num_entries), request.num_submitted_tokens
-            )
+            unseen = self._groups.unseen_entries(range(num_entries - missing, num_entries), self.next_query(request))
             missing -= len(unseen)
         if missing + len(self._groups.without_null(table.blocks if table is not None else list(computed.blocks))) > (
             self.pool.num_total_blocks
@@ -228,10 +232,6 @@ class KVCacheManager:
         num_slots = num_stripes * self.block_size - request.num_computed_tokens
         return Growth(min(num_tokens, num_slots), [block.block_id for block in taken])
 
-    @property
-    def has_windows(self) -> bool:
-        return bool(self._groups.windows)
-
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Enter the full blocks of the first `num_computed_tokens` tokens, which have KV, into the prefix cache."""
         table = self._tables[request.request_id]
@@ -276,12 +276,7 @@ class KVCacheManager:
 
     def blocks_in_use(self) -> str:
         """A text that says which blocks are in use and why; empty when none is, and the prefix cache can be reset."""
-        accounts = self.pool.accounts()
-        held = [
-            (accounts.owned, "held by requests or a step that has not ended"),
-            (accounts.leased, "offered to decode nodes"),
-            (accounts.quarantined, "that a transfer may still write to"),
-        ]
+        held = self.pool.accounts().holders
         if self.host is not None:
             host = self.host.pool
             held.append((host.num_total_blocks - host.num_free_blocks, "of the host tier"))
@@ -316,18 +311,22 @@ class KVCacheManager:
         return [block.block_id for block in table.blocks] if table is not None else []
 
     def submitted_block_ids(self, request: Request) -> list[int]:
-        """The block ids of the submitted tokens, with the null block for entries that no later query sees.
-
-        Later queries begin at the last submitted token, which the other node may compute again.
-        """
+        """The block ids of the submitted tokens, with the null block for entries that no query from `next_query` on
+        sees."""
         num_entries = -(-request.num_submitted_tokens // self.block_size) * self.num_groups
         table = self._tables.get(request.request_id)
         block_ids = [block.block_id for block in table.blocks[:num_entries]] if table is not None else []
         if not self._groups.windows:
             return block_ids
-        for entry in self._groups.unseen_entries(range(len(block_ids)), request.num_submitted_tokens):
+        for entry in self._groups.unseen_entries(range(len(block_ids)), self.next_query(request)):
             block_ids[entry] = self.pool.null_block.block_id
         return block_ids
+
+    def next_query(self, request: Request) -> int:
+        """The position from which on queries may follow where the submitted tokens have KV: that of the last token,
+        which other sequences compute again. These find no states behind the token before it, but behind a block."""
+        last = request.num_submitted_tokens - 1
+        return last // self.block_size * self.block_size if self._keeps_states and request.has_several else last
 
     def free(self, request_id: str) -> None:
         """Free a live request's blocks, on the device or in the host tier; does nothing when it has none."""

@@ -14,6 +14,9 @@ Three rules keep drafts out of everything but the step that verifies them:
     decided. So neither the prefix cache, nor an offer, a swap or an output ever sees a token that was not verified.
   - A draft takes blocks only while some are free: no request is preempted for it, and it is dropped instead.
   - The slots of wrong drafts belong to the request, and its next tokens overwrite them.
+
+A state can't be taken back behind wrong drafts. Where the model keeps states, a step's states cover no draft, and the
+next step computes the drafts that were right once more, as known tokens.
 """
 
 from __future__ import annotations
@@ -162,7 +165,7 @@ class Speculation:
         """Whether the request decodes, and all its tokens are committed."""
         return (
             request.status is RequestStatus.RUNNING
-            and request.num_computed_tokens == request.num_tokens - 1
+            and (_num_known(request) == 1 or self._state.config.keeps_states)
             and request.leg not in (Leg.PREFILL, Leg.EMBED)
             and request.beams is None
             and (request.request_id in self._state.decodes or request.request_id in self._state.speculating)
@@ -174,7 +177,8 @@ class Speculation:
         for request in tuple(state.speculating.values()):
             # Making room for another request may have preempted this one meanwhile.
             while request.request_id in state.speculating:
-                allocation = state.kv_cache_manager.allocate_slots(request, 1 + len(request.spec_token_ids))
+                num_new_tokens = _num_known(request) + len(request.spec_token_ids)
+                allocation = state.kv_cache_manager.allocate_slots(request, num_new_tokens)
                 if allocation.answer is AllocationAnswer.OK:
                     self._new_block_ids[request.request_id] = allocation.new_block_ids
                     break
@@ -189,27 +193,29 @@ class Speculation:
         `num_others`: requests that are scheduled later in this step, each of which gets a token of the budget.
         """
         state = self._state
-        num_spare = plan.token_budget - len(state.speculating) - num_others
+        num_spare = plan.token_budget - sum(map(_num_known, state.speculating.values())) - num_others
         for request_id, request in state.speculating.items():
             drafts, request.spec_token_ids = request.spec_token_ids[: max(0, num_spare)], []
             num_spare -= len(drafts)
-            plan.add_drafted(request, drafts, self._new_block_ids[request_id])
+            plan.add_drafted(request, _num_known(request), drafts, self._new_block_ids[request_id])
         self._new_block_ids.clear()
 
     def commit(self, request: Request, drafts: Sequence[int], token_ids: Sequence[int]) -> int:
-        """Take back what a step computed of wrong drafts; returns for how many tokens that is.
+        """Take back what a step computed of wrong drafts, or of all where states cover none; returns for how many
+        tokens that is.
 
         `token_ids`: what the runner sampled; nothing if the request failed.
         """
         num_right = max(0, len(token_ids) - 1)
-        request.num_computed_tokens -= len(drafts) - num_right
+        num_void = len(drafts) if self._state.config.keeps_states else len(drafts) - num_right
+        request.num_computed_tokens -= num_void
         if token_ids:
             self.counts.note(len(drafts), num_right)
             request.draft_counts += DraftCounts(len(drafts))
             request.has_new_draft_counts = True
             if request.drafts is not None:
                 request.drafts.verified(len(drafts), num_right, self._prices())
-        return len(drafts) - num_right
+        return num_void
 
     def count_output(self, request: Request, token_ids: Sequence[int], num_appended: int) -> None:
         """Count the drafts that are output. `num_appended`: how many of the sampled tokens are.
@@ -225,3 +231,8 @@ class Speculation:
         if self._num_steps_without_round > _STEPS_OF_A_MEASUREMENT * max(1.0, share):
             share = _ASSUMED_ROUND
         return Prices(row, row + share)
+
+
+def _num_known(request: Request) -> int:
+    """How many committed tokens of a request its next step computes."""
+    return request.num_tokens - request.num_computed_tokens

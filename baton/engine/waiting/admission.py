@@ -255,8 +255,8 @@ class Admission:
         """
         if request.computes_every_token:
             return NO_COMPUTED_BLOCKS
-        if self._parent(request) is not None:
-            shared = self._manager.shared_prefix(request.parent_id, request.num_tokens - 1)
+        if (parent := self._parent(request)) is not None:
+            shared = self._manager.shared_prefix(parent, request.num_tokens - 1)
             if shared is not None:
                 return shared
         decoding = self._state.decodes.request_ids
@@ -266,7 +266,7 @@ class Admission:
         if sibling.request_id not in decoding:
             return None
         num_tokens = min(request.num_prompt_tokens, request.num_tokens - 1)
-        shared = self._manager.shared_prefix(sibling.request_id, num_tokens)
+        shared = self._manager.shared_prefix(sibling, num_tokens)
         if shared is not None and not request.output_token_ids:
             return shared
         cached = self._manager.get_computed_blocks(request)

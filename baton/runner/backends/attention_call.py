@@ -24,6 +24,8 @@ class StepLayout:
     """For each group of layers int64 [T]: block * block_size + offset of each row; negative for padding."""
     sample_start: torch.Tensor
     """int32 [B + 1]: like query_start, but counting only the rows that sample, which are one or none a sequence."""
+    kept_lens: torch.Tensor | None = None
+    """int32 [B]: how many of a sequence's tokens the states that are written may cover, drafts left out; None: all."""
     sharing: Sequence[torch.Tensor | None] = ()
     """For each group of layers who shares leading blocks (cuda/shared_splits.py), or None; empty: None for all."""
 

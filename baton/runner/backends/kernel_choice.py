@@ -10,12 +10,14 @@ import torch
 from baton.runner.backends.attention_call import AttentionCall
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import Packed, Program
+from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.operations import Activation, Operations
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.ranks.ranks import ONE_RANK, Ranks
+from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.backends.weight_rows import Weight, read_weight
 
@@ -75,6 +77,16 @@ class CompiledOperations:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return kernels.add_rms_norm(x, residual, weight, eps, plus_one=plus_one, threads=self.num_threads)
 
+    def gated_rms_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: GateActivation
+    ) -> torch.Tensor:
+        return kernels.gated_rms_norm(x, gate, weight, eps, activation, threads=self.num_threads)
+
+    def gate(
+        self, x: torch.Tensor, function: GateFunction, bias: torch.Tensor | None, factor: torch.Tensor | None
+    ) -> torch.Tensor:
+        return kernels.gate(x, function, bias, factor, threads=self.num_threads)
+
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         kernels.rotate(x, cos, sin, threads=self.num_threads)
 
@@ -83,6 +95,12 @@ class CompiledOperations:
 
     def paged_attention(self, call: AttentionCall) -> torch.Tensor:
         return kernels.paged_attention(call, threads=self.num_threads)
+
+    def convolve(self, call: ConvolutionCall) -> torch.Tensor:
+        return kernels.convolve(call, threads=self.num_threads)
+
+    def recur(self, call: RecurrenceCall) -> torch.Tensor:
+        return kernels.recur(call, threads=self.num_threads)
 
 
 def choose_operations(num_threads: int, device: torch.device = CPU) -> Operations:

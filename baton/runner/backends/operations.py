@@ -13,9 +13,11 @@ import torch
 
 from baton.runner.backends.attention_call import AttentionCall
 from baton.runner.backends.cpu.kernels.program import Program
+from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.ranks.ranks import Ranks
+from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall
 from baton.runner.backends.weight_rows import Weight
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -106,6 +108,24 @@ class Operations(Protocol):
         """The sum x + residual in their dtype, and the `rms_norm` of the sum; both [..., N]."""
         ...
 
+    def gated_rms_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: GateActivation
+    ) -> torch.Tensor:
+        """The `rms_norm` of x [T, H, N] with the weight [N], times activation(gate), whose shape is x's.
+
+        Everything is computed in float32 and rounded once.
+        """
+        ...
+
+    def gate(
+        self, x: torch.Tensor, function: GateFunction, bias: torch.Tensor | None, factor: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The gates factor * function(x + bias) of x [T, N], in float32; bias and factor are float32 [N] or None.
+
+        So are the logarithms of decay in Gated DeltaNet, with softplus and the factor -exp(A_log).
+        """
+        ...
+
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Rotate the first R columns of x [T, H, D] in place by cos and sin [T, R], whose two halves are equal."""
         ...
@@ -121,5 +141,20 @@ class Operations(Protocol):
         """Attention of the call's query [T, H, KD] over the cache: [T, H, VD].
 
         Raises KernelArgumentError for biases of distances that don't fit.
+        """
+        ...
+
+    def convolve(self, call: ConvolutionCall) -> torch.Tensor:
+        """The convolution of the call's rows [T, W]: [T, W] in their dtype; writes the states behind them.
+
+        Raises KernelArgumentError, and writes nothing, for arguments that don't fit, and for block tables that name no
+        block with the state from which a sequence goes on.
+        """
+        ...
+
+    def recur(self, call: RecurrenceCall) -> torch.Tensor:
+        """The outputs [T, H, DV] of the call's recurrence in the rows' dtype; writes the states behind the rows.
+
+        Raises KernelArgumentError as `convolve`; DK and DV are from 1 to 512.
         """
         ...

@@ -144,9 +144,13 @@ class ShardedOperations:
         self.pack_own = inner.pack
         self.rms_norm = inner.rms_norm
         self.add_rms_norm = inner.add_rms_norm
+        self.gated_rms_norm = inner.gated_rms_norm
+        self.gate = inner.gate
         self.rotate = inner.rotate
         self.store_kv = inner.store_kv
         self.paged_attention = inner.paged_attention
+        self.convolve = inner.convolve
+        self.recur = inner.recur
 
     def numerics(self) -> str:
         return self._inner.numerics()

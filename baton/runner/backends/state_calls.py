@@ -33,6 +33,8 @@ class StateView:
     """[K - 1, W] of a convolution, oldest row first; [H, DK, DV] of a recurrence."""
     block_size: int
     """Tokens in a stripe."""
+    row_stride: int | None = None
+    """Numbers from one row of a convolution to the next one, where a view has some of the columns; None: W."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,7 @@ from baton.runner.backends.operations import Operations
 _AT_LOAD = frozenset({"numerics", "pack", "pack_gated", "adapt"})
 """Operations that are called while a model is loaded, and never in a step."""
 
-_ATTENTION = frozenset({"paged_attention", "store_kv"})
+_ATTENTION = frozenset({"paged_attention", "store_kv", "convolve", "recur"})
 
 _PRODUCTS = frozenset({"linear", "gated_linear"})
 
@@ -26,7 +26,7 @@ class StepSplit:
     """The seconds of one step by kind of operation. The rest of a step's time is Python and torch's small functions."""
 
     attention: float
-    """Storing keys and values in the cache, and attention."""
+    """Storing keys and values in the cache, and attention; convolutions and recurrences with states."""
     products: float
     elementwise: float
     """Norms, rotary embeddings and all other operations."""

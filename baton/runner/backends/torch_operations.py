@@ -17,8 +17,10 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
+from baton.runner.backends import torch_states
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cpu.kernels.attention import require_distance_bias
+from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction
 from baton.runner.backends.device import CPU
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.operations import Activation
@@ -26,6 +28,7 @@ from baton.runner.backends.paged_cache import CacheView, read_blocks, write_rows
 from baton.runner.backends.quantized_product import block_of, narrow_product, require_float8_groups
 from baton.runner.backends.quantized_weight import Float8Weight, NarrowWeight, QuantizedWeight
 from baton.runner.backends.ranks.ranks import ONE_RANK
+from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall
 from baton.runner.backends.weight_rows import Weight, read_weight
 
 ROWS_PER_CALL = (8, 16, 32, 64, 128)
@@ -187,6 +190,16 @@ class TorchOperations:
         total = x + residual
         return total, rms_norm(total, weight, eps, plus_one)
 
+    def gated_rms_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: GateActivation
+    ) -> torch.Tensor:
+        return torch_states.gated_rms_norm(x, gate, weight, eps, activation)
+
+    def gate(
+        self, x: torch.Tensor, function: GateFunction, bias: torch.Tensor | None, factor: torch.Tensor | None
+    ) -> torch.Tensor:
+        return torch_states.gate(x, function, bias, factor)
+
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         half = cos.shape[-1] // 2
         first, second = x[..., :half].float(), x[..., half : 2 * half].float()
@@ -236,6 +249,12 @@ class TorchOperations:
                 weights = torch.softmax(scores, dim=-1)[..., : stop - start]
                 out[row] = torch.bmm(weights, values[:, seen].contiguous()).view_as(out[row]).to(query.dtype)
         return out
+
+    def convolve(self, call: ConvolutionCall) -> torch.Tensor:
+        return torch_states.convolve(call)
+
+    def recur(self, call: RecurrenceCall) -> torch.Tensor:
+        return torch_states.recur(call)
 
     def _adapted(self, x: torch.Tensor, out: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
         """What a product of x, rounded to its dtype, is with what the rows' adapters add, rounded once more."""

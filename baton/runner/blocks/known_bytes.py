@@ -43,7 +43,8 @@ def block_filler(memory: KVMemory) -> FillBlock:
 
     # Parts that were exchanged must be noticed, so each has bytes of its own.
     suffix = "" if memory.layers is None else f"/{memory.layers.start}"
-    tokens = memory.layout.block_size if memory.layout is not None else 1
+    # A block with a state is not divided.
+    tokens = 1 if memory.layout is None or memory.layout.keeps_states else memory.layout.block_size
     all_parts = [parts for parts in range(1, tokens + 1) if tokens % parts == 0]
 
     def fill(block: int, seed: str, group: int = 0, /) -> Mapping[int, int]:

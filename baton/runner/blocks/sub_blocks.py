@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.runner import ELEMENT_BYTES, SCALE_BYTES, KVLayout
+from baton.engine.runner import ELEMENT_BYTES, SCALE_BYTES, KVLayout, LayerState
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -92,19 +92,18 @@ def sub_block_rows(layout: KVLayout, division: Division, held: range | None = No
     Layers that are meant and not held have no rows. Nor have bytes that a group with few layers leaves unused at the
     end of its blocks. Raises ValueError if the tokens of a block can't be divided so.
     """
-    tokens, rest = divmod(layout.block_size, division.parts)
-    if rest:
+    if layout.block_size % division.parts:
         raise ValueError(f"a block of {layout.block_size} tokens has no {division.parts} equal parts")
     at, starts, lengths, layers, ends = 0, list[int](), list[int](), list[int](), list[int]()
     for layer in layout.groups[division.group].layers:
         if held is not None and layer not in held:
             continue
         is_meant = division.layers is None or layer in division.layers
-        for of_token in _token_rows(layout, layer):
+        for num_bytes in _row_bytes(layout, layer, division.parts):
             if is_meant:
                 starts.append(at)
-                lengths.append(of_token * tokens)
-            at += of_token * layout.block_size
+                lengths.append(num_bytes // division.parts)
+            at += num_bytes
         if len(starts) > (ends[-1] if ends else 0):
             layers.append(layer)
             ends.append(len(starts))
@@ -113,11 +112,15 @@ def sub_block_rows(layout: KVLayout, division: Division, held: range | None = No
     )
 
 
-def _token_rows(layout: KVLayout, layer: int) -> list[int]:
-    """The bytes that a token has in each row of a layer that has bytes."""
+def _row_bytes(layout: KVLayout, layer: int, parts: int) -> list[int]:
+    """The bytes of a whole block in each row of a layer that has bytes. Raises ValueError if it has no parts."""
     element, geometry, rows = ELEMENT_BYTES[layout.dtype], layout.layers[layer], list[int]()
+    if isinstance(geometry, LayerState):
+        if parts > 1:
+            raise ValueError("a block with a state can't be divided: the state is that of all its tokens")
+        return [geometry.num_bytes]
     for width in (geometry.key_dim, geometry.value_dim):
         rows += [width * element] * geometry.num_kv_heads
     if layout.has_scales:
         rows += [SCALE_BYTES] * (2 * geometry.num_kv_heads)
-    return [size for size in rows if size]
+    return [size * layout.block_size for size in rows if size]

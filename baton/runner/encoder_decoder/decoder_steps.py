@@ -135,7 +135,7 @@ class DecoderSteps(Transformer):
         views = cache_views(self.kv_cache, self.layout, self._operations.ranks.shard)
         self._own_attention: list[DecoderAttention] = []
         self._cross_attention: list[DecoderAttention] = []
-        for layer, view in zip(decoder_layers(self._module.get_decoder()), views, strict=True):
+        for layer, view in zip(decoder_layers(self._module.get_decoder()), views.values(), strict=True):
             own = DecoderAttention(self._operations, view, self._distance_bias)
             cross = DecoderAttention(self._operations, view)
             attend_with(layer.own, own)

@@ -42,6 +42,7 @@ class FlatBatch:
     sources int32 [B, 2], for a model with an encoder and a decoder: the rows of each sequence's input, and the position
     of the decoder's first token.
     is_long uint8 [padded]: 1 for rows with the angles of long sequences; None: no row has them.
+    kept_lens int32 [B]: `seq_lens` without drafts, of which no state may be kept; None: no row is a draft.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -58,6 +59,7 @@ class FlatBatch:
     adapters: npt.NDArray[np.int32] | None = None
     sources: npt.NDArray[np.int32] | None = None
     is_long: npt.NDArray[np.uint8] | None = None
+    kept_lens: npt.NDArray[np.int32] | None = None
 
     @property
     def rotary_positions(self) -> npt.NDArray[np.int64]:
@@ -77,6 +79,8 @@ class Rows(NamedTuple):
     """The slot of its adapter."""
     long_from: int = NEVER_LONG
     """The first position with the angles of long sequences."""
+    num_drafts: int = 0
+    """How many of its last tokens are drafts."""
 
 
 def flatten(
@@ -98,6 +102,7 @@ def flatten(
                 NEVER_LONG
                 if long_sequences is None
                 else long_sequences.long_from(share.state.num_prompt_tokens, share.state.num_tokens),
+                len(share.drafts),
             )
             for share in scheduled
         ],
@@ -140,6 +145,9 @@ def flatten_rows(sequences: Sequence[Rows], layout: KVLayout, row_quantum: int) 
     if any(rows.long_from < end for rows, end in zip(sequences, seq_lens.tolist(), strict=True)):
         is_long = np.zeros(padded, dtype=np.uint8)
         is_long[:num_rows] = at >= np.array([rows.long_from for rows in sequences])[owners]
+    kept_lens = None
+    if any(rows.num_drafts for rows in sequences):
+        kept_lens = (seq_lens - [rows.num_drafts for rows in sequences]).astype(np.int32)
     sample_ends = np.repeat(query_start[1:].astype(np.int64) - sample_start[1:], sampling)
     logits_rows = sample_ends + np.arange(sample_ends.size)
     return FlatBatch(
@@ -153,6 +161,7 @@ def flatten_rows(sequences: Sequence[Rows], layout: KVLayout, row_quantum: int) 
         logits_rows,
         adapters=adapters,
         is_long=is_long,
+        kept_lens=kept_lens,
     )
 
 

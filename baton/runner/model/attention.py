@@ -6,14 +6,14 @@ Every attention module has an attribute `baton_attend`, to which it passes queri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from baton.engine.runner import KVLayout, LayerGeometry
+from baton.engine.runner import KVLayout, LayerGeometry, LayerState
 from baton.errors import ConfigError
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures, StepLayout
 from baton.runner.backends.cpu.kernels.attention import BFLOAT16_BYTES
@@ -23,11 +23,23 @@ from baton.runner.backends.operations import Operations
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.ranks.ranks import ONE_RANK, Ranks
 from baton.runner.model.checkpoint import configs_of_layers
+from baton.runner.model.states.keepers import (
+    EchoStates,
+    KeepStates,
+    PagedStates,
+    ProbeStates,
+    StatesOfOwnParts,
+    groups_of,
+)
 from baton.runner.parts import OwnHeads, Shard
 
 ATTENTION_NAME = "baton_paged"
 ENCODER_DECODER_ATTENTION = "baton_encoder_decoder"
 """The attention of models with an encoder and a decoder; see baton/runner/encoder_decoder/attention.py."""
+KINDS_WITHOUT_CACHE = frozenset({"mlp", "moe"})
+"""The layers, by transformers' names, that look at each token alone."""
+_TOLD_WITH_CALLS = -1
+"""What transformers has in place of the number of an attention's layer, if several layers share its weights."""
 
 _WITHOUT_EFFECT = frozenset({"position_ids", "cache_position"})
 """What layers tell their attention that changes no result: the rows are rotated, and their places in the cache known.
@@ -80,10 +92,18 @@ class Attend(Protocol):
     ) -> torch.Tensor: ...
 
 
-def cache_views(memory: torch.Tensor, layout: KVLayout, shard: Shard) -> list[CacheView]:
+class AttendOrKeep(Attend, Protocol):
+    """Computes one layer's attention, or what it asks for of the state that it keeps instead."""
+
+    @property
+    def states(self) -> KeepStates: ...
+
+
+def cache_views(memory: torch.Tensor, layout: KVLayout, shard: Shard) -> dict[int, CacheView]:
     """Each layer's view of the blocks of its group, in a flat block-major cache [num_blocks * block_elements].
 
-    A view has the key/value heads of the shard. A cache in 8 bits is int8 memory, also for fp8.
+    Layers that keep a state have none. A view has the key/value heads of the shard. A cache in 8 bits is int8 memory,
+    also for fp8.
     """
     if layout.dtype == "fp8":
         memory = memory.view(torch.float8_e4m3fn)
@@ -92,6 +112,8 @@ def cache_views(memory: torch.Tensor, layout: KVLayout, shard: Shard) -> list[Ca
         offset = 0
         for index in group.layers:
             layer = layout.layers[index]
+            if isinstance(layer, LayerState):
+                break  # and so are all others of the group
             heads = shard.kv_heads(layer.num_kv_heads)
             first = heads.start
             size, all_heads = layout.block_size, layer.num_kv_heads
@@ -110,23 +132,21 @@ def cache_views(memory: torch.Tensor, layout: KVLayout, shard: Shard) -> list[Ca
                 heads_of_block=all_heads,
             )
             offset += layout.layer_elements(index)
-    return [views[index] for index in range(layout.num_layers)]
+    return views
 
 
 class PagedAttention:
     """Stores a step's keys and values in the cache, and attends over the cache."""
 
-    def __init__(self, operations: Operations, memory: torch.Tensor, layout: KVLayout, first_layer: int = 0) -> None:
-        """`memory`: the cache, flat, [num_blocks * block_elements]. `first_layer`: the model's layer that is the first
-        one in `layout`."""
+    def __init__(self, operations: Operations, memory: torch.Tensor, layout: KVLayout, layers: Sequence[int]) -> None:
+        """`memory`: the cache, flat, [num_blocks * block_elements]. `layers`: the model's layer of each in `layout`."""
         self._operations = operations
         views = cache_views(memory, layout, operations.ranks.shard)
-        self._caches = dict(enumerate(views, first_layer))
-        self._groups = {
-            first_layer + layer: index for index, group in enumerate(layout.groups) for layer in group.layers
-        }
+        self._caches = {layers[entry]: view for entry, view in views.items()}
+        self._groups = groups_of(layout, layers, views)
         self.layout: StepLayout | None = None
         """The step that is being computed; None between steps."""
+        self.states = PagedStates(operations, memory, layout, layers, lambda: self.layout)
 
     def attend(
         self,
@@ -181,6 +201,13 @@ class ProbeAttention:
     windows: dict[int, int | None] = field(default_factory=dict)
     have_sinks: bool = False
     """Whether any layer has attention sinks."""
+    states: ProbeStates = field(default_factory=ProbeStates)
+
+    def found(self) -> dict[int, tuple[LayerGeometry | LayerState, ...]]:
+        """What each layer that called has in the cache: keys, a state, or keys and then a state."""
+        every = sorted(self.layers.keys() | self.states.layers.keys())
+        kinds: tuple[Mapping[int, LayerGeometry | LayerState], ...] = (self.layers, self.states.layers)
+        return {index: tuple(kind[index] for kind in kinds if index in kind) for index in every}
 
     def attend(
         self,
@@ -208,6 +235,7 @@ class EchoAttention:
 
     def __init__(self) -> None:
         self.seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.states = EchoStates()
         self.how: AttentionParameters | None = None
 
     def attend(
@@ -232,9 +260,10 @@ class EchoAttention:
 class AttendOwnHeads:
     """Takes this rank's heads out of queries, keys and values of all heads, and gathers what all ranks attended."""
 
-    def __init__(self, attend: Attend, ranks: Ranks) -> None:
+    def __init__(self, attend: AttendOrKeep, ranks: Ranks) -> None:
         self._attend = attend
         self._ranks = ranks
+        self.states = StatesOfOwnParts(attend.states, ranks)
 
     def attend(
         self,
@@ -261,8 +290,19 @@ class AttendOwnHeads:
         return every.view(every.shape[0], query.shape[1], -1)
 
 
-def bind(module: nn.Module, attend: Attend, ranks: Ranks = ONE_RANK) -> None:
-    """Make every attention layer of a model pass its rows to `attend`: those of this rank's heads."""
+def number_layers(module: nn.Module, num_layers: int) -> None:
+    """Give attention that is told the number of its layer with each call, as in zamba2, that number for itself."""
+    for part in module.modules():
+        if isinstance(part, nn.ModuleList) and len(part) == num_layers:
+            for index, layer in enumerate(part):
+                parts: Iterator[Any] = layer.modules()
+                for inner in parts:
+                    if getattr(inner, "layer_idx", None) == _TOLD_WITH_CALLS:
+                        inner.layer_idx = index
+
+
+def bind(module: nn.Module, attend: AttendOrKeep, ranks: Ranks = ONE_RANK) -> None:
+    """Make every layer of a model pass its rows to `attend`: those of this rank's heads."""
     of_all_heads = attend if ranks.shard.size == 1 else AttendOwnHeads(attend, ranks)
     for part in module.modules():
         if getattr(part, "layer_idx", None) is not None:

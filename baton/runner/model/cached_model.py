@@ -1,8 +1,10 @@
 """What all models with a KV cache have in common: the cache's layout and memory, and the widths of rows in steps.
 
-Layers are divided into groups that share KV blocks: layers with equal windows, in groups of about one size. Blocks of
-all groups have the same size, so that one pool serves all groups (as in vLLM's hybrid KV cache manager). A group with
-fewer layers than the largest one wastes a part of its blocks, and more groups mean more blocks to manage.
+Layers are divided into groups that share KV blocks: layers with equal windows, in groups of about one size, and layers
+that keep states in groups of their own. A layer of the model with keys and a state is two layers of the cache's layout,
+and one with neither is none. Blocks of all groups have the same size, so that one pool serves all groups (as
+in vLLM's hybrid KV cache manager). A group with fewer bytes than the largest one wastes a part of its blocks, and more
+groups mean more blocks to manage.
 """
 
 from __future__ import annotations
@@ -10,14 +12,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, LayerGeometry, LayerGroup
+from baton.engine.runner import (
+    ELEMENT_BYTES,
+    PROBE_BLOCKS,
+    STATE_WINDOW,
+    KVLayout,
+    KVMemory,
+    LayerGeometry,
+    LayerGroup,
+    LayerState,
+)
 from baton.errors import ConfigError
 from baton.runner.backends.attention_call import StepLayout
 from baton.runner.backends.cuda.shared_splits import Int32Array
@@ -34,6 +46,10 @@ from baton.runner.model.weights import DTYPES, LoadedModel
 from baton.runner.spec import CacheSpec
 from baton.runner.torch_threads import elementwise_threads
 
+_STATES_TO_KEYS = 4
+"""How many times the memory of a block's keys its states may take before blocks get more tokens."""
+_MOST_TOKENS_FOR_STATES = 512
+"""With so many tokens in a block, it gets no more for the sake of its states."""
 _VECTOR = 64
 """The most elements that one iteration of a torch elementwise kernel processes (AVX-512: two registers of bfloat16)."""
 
@@ -121,6 +137,7 @@ class CachedModel:
             block_tables=[self._tensor(tables) for tables in batch.block_tables],
             slots=[self._tensor(slots) for slots in batch.slots],
             sample_start=self._tensor(batch.sample_start),
+            kept_lens=None if batch.kept_lens is None else self._tensor(batch.kept_lens),
             sharing=[None if places is None else self._tensor(places) for places in sharing],
         )
 
@@ -189,7 +206,9 @@ def row_widths(model: LoadedModel) -> list[int]:
     widths |= {parameter.shape[-1] for parameter in model.module.parameters()}
     widths |= widths_of(model.module)
     for layer in configs_of_layers(model.config):
-        widths.add(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
+        # A model without attention has no heads.
+        num_heads = getattr(layer, "num_attention_heads", 1)
+        widths.add(getattr(layer, "head_dim", None) or layer.hidden_size // num_heads)
     return list(widths)
 
 
@@ -207,39 +226,87 @@ def cache_memory(elements: int, dtype: torch.dtype, device: torch.device, ranks:
 
 
 def layout_of(reports: Sequence[StageReport], block_size: int, dtype: str, cache: CacheSpec | None) -> KVLayout:
-    """The layout of a block of the whole model; that of a model that drafts has one group of layers."""
-    found = {index: layer for report in reports for index, layer in report.layers.items()}
-    layers = tuple(found[index].geometry for index in sorted(found))
+    """The layout of a block of the whole model; that of a model that drafts has one group of layers.
+
+    `block_size`: tokens in a block, or twice as many several times where large states are kept.
+    """
+    found = [
+        (entry, STATE_WINDOW if isinstance(entry, LayerState) else layer.window)
+        for report in reports
+        for _, layer in sorted(report.layers.items())
+        for entry in layer.entries
+    ]
+    entries = tuple(entry for entry, _ in found)
     if cache is None:
-        return KVLayout(block_size, layers, dtype)
-    groups = group_layers(layers, {index: layer.window for index, layer in found.items()})
-    return KVLayout(block_size, layers, dtype if cache.dtype == "auto" else cache.dtype, groups)
+        return KVLayout(block_size, entries, dtype)
+    whole = larger_for_states(KVLayout(block_size, entries, dtype if cache.dtype == "auto" else cache.dtype))
+    return replace(whole, groups=group_layers(whole, {index: window for index, (_, window) in enumerate(found)}))
 
 
-def group_layers(layers: Sequence[LayerGeometry], windows: Mapping[int, int | None]) -> tuple[LayerGroup, ...]:
-    """The groups of a model, those without a window first. `windows`: each layer's window, by the layer's index.
+def group_layers(layout: KVLayout, windows: Mapping[int, int | None]) -> tuple[LayerGroup, ...]:
+    """The groups of a model, those without a window first and states last. `windows`: of each layer of the layout, by
+    its index.
 
     The group size is the one of least cost, where a wasted layer costs as much as a group; of two sizes with equal cost
-    the one that wastes less.
+    the one that wastes less. Of layers that keep states, a group has as many as fit into the block of the others.
     """
-    kinds: dict[int | None, list[int]] = {}
-    for layer in range(len(layers)):
-        kinds.setdefault(windows[layer], []).append(layer)
+    kinds: dict[_Kind, list[int]] = {}
+    for layer, geometry in enumerate(layout.layers):
+        window = windows[layer]
+        kind = _Kind(isinstance(geometry, LayerState), window is not None, window or 0)
+        kinds.setdefault(kind, []).append(layer)
     if len(kinds) == 1:
-        return (LayerGroup(tuple(range(len(layers))), windows[0]),)
-    ordered = sorted(kinds, key=lambda window: (window is not None, window))
+        return (LayerGroup(tuple(range(layout.num_layers)), windows[0]),)
     sizes = range(1, max(map(len, kinds.values())) + 1)
-    divisions = [[group for window in ordered for group in _cut(kinds[window], window, size)] for size in sizes]
-    waste = [_wasted_layers(groups, layers) for groups in divisions]
+    divisions = [_divided(kinds, size, layout) for size in sizes]
+    waste = [_wasted_layers(groups, layout) for groups in divisions]
     best = min(range(len(divisions)), key=lambda index: (waste[index] + len(divisions[index]), waste[index]))
     return tuple(divisions[best])
 
 
-def _cut(layers: Sequence[int], window: int | None, size: int) -> list[LayerGroup]:
-    return [LayerGroup(tuple(layers[first : first + size]), window) for first in range(0, len(layers), size)]
+def larger_for_states(layout: KVLayout) -> KVLayout:
+    """The layout with so many tokens in a block that the states behind them cost little beside the keys.
+
+    The states of a model may take as much memory as the keys of thousands of tokens, and a block has those behind its
+    last token: so blocks of 16 tokens would keep hardly anything else. Behind a cached prefix at most a block is
+    computed again.
+    """
+    states = sum(layer.num_bytes for layer in layout.layers if isinstance(layer, LayerState))
+    while states and layout.block_size < _MOST_TOKENS_FOR_STATES:
+        elements = sum(
+            layout.layer_elements(index)
+            for index, layer in enumerate(layout.layers)
+            if isinstance(layer, LayerGeometry)
+        )
+        if states <= _STATES_TO_KEYS * elements * ELEMENT_BYTES[layout.dtype]:
+            break
+        layout = replace(layout, block_size=2 * layout.block_size)
+    return layout
 
 
-def _wasted_layers(groups: Sequence[LayerGroup], layers: Sequence[LayerGeometry]) -> float:
+class _Kind(NamedTuple):
+    """What the layers of a group have in common, in the order of groups."""
+
+    keeps_state: bool
+    has_window: bool
+    window: int
+
+
+def _divided(kinds: Mapping[_Kind, Sequence[int]], size: int, layout: KVLayout) -> list[LayerGroup]:
+    """Groups of at most `size` layers of one kind, or of as many states as fit into a block of such groups."""
+    groups: list[LayerGroup] = []
+    for kind in sorted(kinds):
+        layers, count = kinds[kind], size
+        if kind.keeps_state and groups:
+            room = max(sum(map(layout.layer_elements, group.layers)) for group in groups)
+            num_groups = -(-len(layers) // max(1, room // max(map(layout.layer_elements, layers))))
+            count = -(-len(layers) // num_groups)
+        window = kind.window if kind.has_window else None
+        groups += [LayerGroup(tuple(layers[at : at + count]), window) for at in range(0, len(layers), count)]
+    return groups
+
+
+def _wasted_layers(groups: Sequence[LayerGroup], layout: KVLayout) -> float:
     """The unused part of a block, added up over all groups, in layers of average size."""
-    used = [sum(layers[layer].token_elements for layer in group.layers) for group in groups]
-    return (max(used) * len(groups) - sum(used)) * len(layers) / sum(used)
+    used = [sum(layout.layer_elements(layer) for layer in group.layers) for group in groups]
+    return (max(used) * len(groups) - sum(used)) * layout.num_layers / sum(used)

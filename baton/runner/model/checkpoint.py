@@ -236,6 +236,8 @@ _DIVISORS = ("query_pre_attn_scalar", "final_logit_softcapping", "logits_scaling
 """Numbers that need not be whole, and that something is divided by."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """The number of experts, by its names."""
+_WITHOUT_EXPERTS = frozenset({"granitemoehybrid"})
+"""The types whose number of experts may be 0: their layers have an MLP beside them."""
 _PARTS = ("text_config", "vision_config")
 """The configurations of a model's parts, where it has several."""
 _IMAGE_SIZES = (
@@ -357,6 +359,8 @@ def _check_experts(checkpoint: Checkpoint, config: Any) -> None:
     name, num_experts = next(((name, count) for name in names if (count := getattr(config, name, None))), (names[0], 0))
     if not num_experts and not any(getattr(type(config), attribute, 0) for attribute in _EXPERTS):
         # A model without experts may have any number below.
+        return
+    if num_experts == 0 and config.model_type in _WITHOUT_EXPERTS:
         return
     _check_count(checkpoint, name, num_experts)
     num_groups = getattr(config, "n_group", None) or 1

@@ -25,7 +25,7 @@ from baton.runner.backends.device import CPU
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import Weight
 from baton.runner.model.recognition import children_of, gated_activation
-from baton.runner.model.stored.absent_weight import AbsentWeight, without_numbers
+from baton.runner.model.stored.absent_weight import AbsentWeight, of_products, without_numbers
 from baton.runner.model.stored.layers import (
     StoredEmbedding,
     StoredLinear,
@@ -66,7 +66,7 @@ class PackedLinear(nn.Module, HasProducts):
         self._absent: dict[torch.dtype, AbsentWeight] = {}
         """What stands for the weight, in every dtype that modules have asked for."""
         self._product = AdaptableProduct(operations, self._packed, self.in_features, [("", self.out_features)])
-        self._bias = None if bias is None else bias.detach().clone()
+        self.bias = None if bias is None else bias.detach().clone()
 
     @property
     def weight(self) -> torch.Tensor:
@@ -87,8 +87,7 @@ class PackedLinear(nn.Module, HasProducts):
         def cast(func: Callable[..., Any], _weight: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
             return self._weight_in(func(torch.empty((), dtype=dtype), *arguments, **named).dtype)
 
-        answers: dict[Any, Callable[..., Any]] = {func: partial(cast, func) for func in _CASTS}
-        answers[functional.linear] = product
+        answers = of_products(product) | {func: partial(cast, func) for func in _CASTS}
         like = torch.empty((), dtype=dtype, device=self._device)
         return AbsentWeight.of(like.expand(self.out_features, self.in_features), answers)
 
@@ -110,11 +109,11 @@ class PackedLinear(nn.Module, HasProducts):
         """x [T, K], contiguous: [T, N]."""
         if x.shape[0] == 0:
             return x.new_empty(0, self.out_features, dtype=self._out_dtype)
-        return self._product.linear(x, self._bias, self._out_dtype)
+        return self._product.linear(x, self.bias, self._out_dtype)
 
     def record(self, program: Program, x: Rows, *, into: Rows) -> None:
         """Append to a program what `rows` computes; the rows `into` must have the same dtype."""
-        self._product.record(program, x, self._bias, into=into)
+        self._product.record(program, x, self.bias, into=into)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rows(x.reshape(-1, self.in_features).contiguous()).view(*x.shape[:-1], self.out_features)
@@ -476,7 +475,7 @@ class RowMatrices(TorchFunctionMode):
         return out.to(args[0].dtype)
 
     def _are_small(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        return one.dim() == other.dim() == 4 and one.shape[:2] == other.shape[:2] and one.shape[3] <= self._LARGEST
+        return one.ndim == other.ndim == 4 and one.shape[:2] == other.shape[:2] and one.shape[3] <= self._LARGEST
 
 
 class ProductWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

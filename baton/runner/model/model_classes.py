@@ -19,14 +19,17 @@ from baton.errors import ConfigError
 from baton.model_formats.encoder_decoders import has_encoder_and_decoder
 from baton.model_formats.images import IMAGE_FAMILIES
 from baton.model_formats.model_types import what_instead
-from baton.runner.model.attention import ATTENTION_NAME, ENCODER_DECODER_ATTENTION
+from baton.runner.model.attention import ATTENTION_NAME, ENCODER_DECODER_ATTENTION, KINDS_WITHOUT_CACHE
 from baton.runner.model.checkpoint import Checkpoint, check_file_numbers
 from baton.runner.model.pooling_files import classifier_labels, is_classifier, is_decoder_of_both_ways, is_encoder
 from baton.runner.model.stored.plan import CheckpointNames
 
 T = TypeVar("T")
-_KINDS_OF_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""The layers that are served, by transformers' names."""
+_KINDS_OF_LAYERS = {
+    *("full_attention", "sliding_attention", "chunked_attention", "conv", "linear_attention", "hybrid"),
+    *KINDS_WITHOUT_CACHE,
+}
+"""The layers that are served, by transformers' names; a hybrid one has attention and a state."""
 _SCORE = "score.weight"
 """The head's weight in checkpoints of decoders with a head for labels."""
 
@@ -376,7 +379,8 @@ def model_class_of(checkpoint: Checkpoint, config: Any) -> Any:
     kinds = set(getattr(text_config, "layer_types", None) or ()) - _KINDS_OF_LAYERS
     if kinds:
         raise ConfigError(f"{refusal}it has layers of type {', '.join(sorted(kinds))}{instead}")
-    if not getattr(model_class, "_supports_attention_backend", False):
+    # Models with states don't say it, and then what their layers ask for decides.
+    if not (getattr(model_class, "_supports_attention_backend", False) or getattr(model_class, "_is_stateful", False)):
         raise ConfigError(f"{refusal}its attention can't be exchanged for the paged one{instead}")
     if is_part and is_classifier(checkpoint.config):
         raise ConfigError(f"{refusal}it has a head for labels{instead}")

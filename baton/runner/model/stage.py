@@ -11,13 +11,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from baton.engine.runner import LayerGeometry
-from baton.runner.model.attention import UnsupportedAttention
+from baton.engine.runner import LayerGeometry, LayerState
+from baton.runner.model.attention import (
+    KINDS_WITHOUT_CACHE,
+    ProbeAttention,
+    UnsupportedAttention,
+    require_windows,
+)
 from baton.runner.model.layers import head_of
 from baton.runner.model.stored.layers import StoredEmbedding
 from baton.runner.parts import Stage
@@ -27,8 +33,10 @@ from baton.runner.parts import Stage
 class LayerReport:
     """What a stage has found out of one of its layers."""
 
-    geometry: LayerGeometry
+    entries: tuple[LayerGeometry | LayerState, ...]
+    """What it has in the cache: keys, a state, keys and then a state, or nothing. Each is a layer of the layout."""
     window: int | None
+    """Of its keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +68,7 @@ class StageReport:
         try:
             read = json.loads(text)
             layers = {
-                int(index): LayerReport(LayerGeometry(**layer["geometry"]), layer["window"])
+                int(index): LayerReport(tuple(map(_entry, layer["entries"])), layer["window"])
                 for index, layer in read.pop("layers").items()
             }
             report = cls(layers=layers, **read)
@@ -71,6 +79,43 @@ class StageReport:
             return report
         except (TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"this is no report of a stage ({error!r})") from error
+
+
+def _entry(fields: Mapping[str, int]) -> LayerGeometry | LayerState:
+    return LayerState(**fields) if "heads" in fields else LayerGeometry(**fields)
+
+
+def layers_found(architecture: str, config: Any, own_layers: range, probe: ProbeAttention) -> dict[int, LayerReport]:
+    """The reports of a stage's layers, which have computed a step with `probe`.
+
+    Raises UnsupportedAttention if some have neither attention nor a state and should have, or tell their windows to
+    masks alone.
+    """
+    found, kinds = probe.found(), getattr(config, "layer_types", None) or ()
+    without = {index for index, kind in enumerate(kinds) if kind in KINDS_WITHOUT_CACHE}
+    if found.keys() - without != set(own_layers) - without:
+        raise UnsupportedAttention(
+            f"{architecture} has {len(own_layers)} layers, {len(found)} with attention or a state, and the others "
+            f"are not of a type that has neither ({', '.join(sorted(KINDS_WITHOUT_CACHE))})"
+        )
+    require_windows(architecture, config, probe.windows)
+    return {index: LayerReport(found.get(index, ()), probe.windows.get(index)) for index in own_layers}
+
+
+def layers_of_entries(reports: Sequence[StageReport]) -> list[int]:
+    """The model's layer of each layer of the layout, which has one for each entry."""
+    return [index for report in reports for index in sorted(report.layers) for _ in report.layers[index].entries]
+
+
+def entries_of_stages(reports: Sequence[StageReport]) -> list[range]:
+    """The layers of the layout that each stage has. Raises UnsupportedAttention for a stage without any."""
+    counts = [sum(len(layer.entries) for layer in report.layers.values()) for report in reports]
+    if 0 in counts:
+        raise UnsupportedAttention(
+            f"none of the layers of stage {counts.index(0)} has attention or a state: use fewer stages (--pp)"
+        )
+    ends = list(accumulate(counts))
+    return list(map(range, [0, *ends], ends))
 
 
 def reports_to_json(reports: Sequence[StageReport]) -> bytes:
@@ -119,6 +164,12 @@ ONE_STAGE = OneStage()
 class OtherLayer(nn.Module):
     """Stands for a layer of another stage."""
 
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(layer).items():
+            if isinstance(value, str):  # by which the model's loop tells kinds of layers apart
+                setattr(self, name, value)
+
     def forward(self, hidden: torch.Tensor, *_arguments: Any, **_keywords: Any) -> torch.Tensor:
         return hidden
 
@@ -126,8 +177,8 @@ class OtherLayer(nn.Module):
 class ReceivedRows(OtherLayer):
     """Stands for the layer before a stage's first one: it returns the rows of the stage before."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
         self.rows = torch.empty(0)
 
     def forward(self, hidden: torch.Tensor, *_arguments: Any, **_keywords: Any) -> torch.Tensor:
@@ -137,8 +188,8 @@ class ReceivedRows(OtherLayer):
 class KeptRows(OtherLayer):
     """Stands for the layer behind a stage's last one: it keeps the rows for the stage behind."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
         self.rows = torch.empty(0)
 
     def forward(self, hidden: torch.Tensor, *_arguments: Any, **_keywords: Any) -> torch.Tensor:
@@ -162,6 +213,12 @@ class NoEmbedding(nn.Module):
 class NoHead(nn.Module):
     """Stands for the head in a stage before the last: logits of no tokens, [..., hidden size] to [..., 0]."""
 
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight: torch.Tensor
+        """No rows, for models that ask for the dtype of the weight."""
+        self.register_buffer("weight", torch.empty(0, width, dtype=dtype), persistent=False)
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden[..., :0]
 
@@ -182,14 +239,16 @@ class StageModule:
         layers = layers_of(module, num_layers)
         for index in range(num_layers):
             if index not in self.own_layers:
-                layers[index] = OtherLayer()
+                layers[index] = OtherLayer(layers[index])
+        width = _width_of(module.get_input_embeddings())
+        before, behind = self.own_layers.start - 1, self.own_layers.stop
         if not stage.is_first:
-            module.set_input_embeddings(NoEmbedding(_width_of(module.get_input_embeddings()), dtype))
-            self._received = layers[self.own_layers.start - 1] = ReceivedRows()
+            module.set_input_embeddings(NoEmbedding(width, dtype))
+            self._received = layers[before] = ReceivedRows(layers[before])
         if not stage.is_last:
             if head_of(module) is not None:
-                module.set_output_embeddings(NoHead())
-            self._kept = layers[self.own_layers.stop] = KeptRows()
+                module.set_output_embeddings(NoHead(width, dtype))
+            self._kept = layers[behind] = KeptRows(layers[behind])
 
     def receive(self, rows: torch.Tensor) -> None:
         """Give the stage the rows [T, hidden size] of the stage before, for the module's next call."""

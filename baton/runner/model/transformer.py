@@ -23,7 +23,7 @@ from baton.runner.model.attention import (
     ProbeAttention,
     UnsupportedAttention,
     bind,
-    require_windows,
+    number_layers,
 )
 from baton.runner.model.cached_model import (
     CachedModel,
@@ -44,15 +44,25 @@ from baton.runner.model.decoder import (
 )
 from baton.runner.model.layers import ProductWatch, RowMatrices, head_of, replace_products
 from baton.runner.model.long_angles import LongAngles, replace_rotary
-from baton.runner.model.loop.trace import LoopTrace, NotAPlainDecoder, same_bits
+from baton.runner.model.loop.trace import LoopTrace, NotAPlainDecoder
 from baton.runner.model.recognition import fuse
 from baton.runner.model.row_positions import TokensBefore, apart, has_grids
-from baton.runner.model.stage import ONE_STAGE, LayerReport, StageModule, StageReport, Stages, first_reason
+from baton.runner.model.stage import (
+    ONE_STAGE,
+    LayerReport,
+    StageModule,
+    StageReport,
+    Stages,
+    entries_of_stages,
+    first_reason,
+    layers_found,
+    layers_of_entries,
+)
+from baton.runner.model.states.layer_functions import keep_states_in_cache
 from baton.runner.model.stored.mapped_files import MappedFiles
 from baton.runner.model.stored.plan import CheckpointNames
 from baton.runner.model.stored.weight import UnusableWeight
 from baton.runner.model.weights import LoadedModel
-from baton.runner.parts import Stage
 from baton.runner.spec import CacheSpec
 
 _PROBE_ROWS = 8
@@ -95,6 +105,7 @@ class Transformer(CachedModel):
         """The width of the rows between layers."""
         self.stage = stages.stage
         self._counts_own_layers = self.stage.count > 1 and cache is not None and not cache.is_of_all_stages
+        number_layers(model.module, model.config.num_hidden_layers)
         self._part = StageModule(model.module, model.config.num_hidden_layers, self.stage, self.dtype)
         # Only now, so that no GPU has to hold the layers of other stages.
         model.module.to(self.device)
@@ -103,8 +114,10 @@ class Transformer(CachedModel):
         """Which sequences have the angles of long ones; None: those of all are the same."""
         self._long_angles = [part for part in model.module.modules() if isinstance(part, LongAngles)]
         mapped = MappedFiles(model.checkpoint.weight_files)
-        self._why_not_recognised = fuse(model.module, operations, self.row_quantum, mapped.release)
+        with failing_as_unusable(AttributeError, TypeError, KeyError):
+            self._why_not_recognised = fuse(model.module, operations, self.row_quantum, mapped.release)
         replace_products(model.module, operations, self.row_quantum, mapped.release)
+        keep_states_in_cache(model.module)
         self.adapters = ModelAdapters(
             model.module, operations, self.dtype, self.row_quantum, self.device, CheckpointNames
         )
@@ -150,13 +163,17 @@ class Transformer(CachedModel):
         self.why_no_given_rows = reports[0].why_no_given_rows
         """Why none may be; empty if they may."""
         self.layout = layout_of(reports, block_size, model.dtype, cache)
+        self.entries_of_stages = entries_of_stages(reports)
+        """The layers of the layout that each stage has."""
+        own_entries = self.entries_of_stages[self.stage.index]
+        self._layers_of_entries = layers_of_entries(reports)[own_entries.start : own_entries.stop]
         if self.layout.has_scales and self.device.type != "cpu":
             raise ConfigError(
                 f"a KV cache in 8 bits ({self.layout.dtype}) is for CPUs so far; leave out --kv-cache-dtype"
             )
         if self.stage.count > 1:
-            self.cached_layers = self.own_layers
-            self.cache_layout = self.layout.part(self.own_layers)
+            self.cached_layers = own_entries
+            self.cache_layout = self.layout.part(own_entries)
         else:
             self.cache_layout = self.layout
         if cache is not None:
@@ -168,8 +185,8 @@ class Transformer(CachedModel):
         block_elements, ranks = self.cache_layout.block_elements, self._operations.ranks
         elements = (num_blocks + PROBE_BLOCKS) * block_elements
         self._hold(cache_memory(elements, memory_dtype, self.device, ranks))
-        first_layer = 0 if self.cached_layers is None else self.cached_layers.start
-        self._attention = PagedAttention(self._operations, self.kv_cache, self.cache_layout, first_layer)
+        layers = self._layers_of_entries
+        self._attention = PagedAttention(self._operations, self.kv_cache, self.cache_layout, layers)
         bind(self._module, self._attention, ranks)
         if not self._why_not_fused:
             self.row_quantum = 1
@@ -188,8 +205,7 @@ class Transformer(CachedModel):
         otherwise of a block in the cache of the stage that needs the most."""
         if not self._counts_own_layers:
             return self.layout.block_bytes
-        stages = (Stage(index, self.stage.count) for index in range(self.stage.count))
-        return max(self.layout.part(stage.layers(self.layout.num_layers)).block_bytes for stage in stages)
+        return max(self.layout.part(entries).block_bytes for entries in self.entries_of_stages)
 
     @property
     def why_no_programs(self) -> str:
@@ -322,7 +338,7 @@ class Transformer(CachedModel):
     def _probe_layers(self, architecture: str) -> tuple[dict[int, LayerReport], list[str]]:
         """Compute a step without attention; returns what was found out of each layer, and the missed products.
 
-        Raises UnusableWeight if it fails, and UnsupportedAttention for a layer without attention.
+        Raises UnusableWeight if it fails, and UnsupportedAttention for layers whose kind the cache has no room for.
         """
         probe, watch = ProbeAttention(), ProductWatch()
         bind(self._module, probe, self._operations.ranks)
@@ -343,14 +359,7 @@ class Transformer(CachedModel):
                 f"{self.width} {self.dtype}: they can't be handed from stage to stage"
             )
         self._output_widths = _Widths(output.hidden.shape[1], output.logits.shape[1])
-        if sorted(probe.layers) != list(self._part.own_layers):
-            raise UnsupportedAttention(
-                f"{architecture} has {len(self._part.own_layers)} layers, {len(probe.layers)} with "
-                "attention; layers without attention are not supported"
-            )
-        require_windows(architecture, self._module.config, probe.windows)
-        reports = {index: LayerReport(geometry, probe.windows[index]) for index, geometry in probe.layers.items()}
-        return reports, sorted(watch.missed)
+        return layers_found(architecture, self._module.config, self._part.own_layers, probe), sorted(watch.missed)
 
     def _probe_received(self, num_rows: int) -> torch.Tensor | None:
         """Arbitrary rows, as the stage before would send them; None in the first stage."""
@@ -368,35 +377,28 @@ class Transformer(CachedModel):
         return token_ids, positions, torch.arange(rows.size, device=self.device)
 
     def _own_loop(self, dtype: torch.dtype) -> Decoder | None:
-        """Baton's loop over the layers, if the model has the right parts and transformers' loop gives the same bits."""
+        """Baton's loop over the layers, if transformers' loop can be followed and gives the same bits."""
         echo = EchoAttention()
         bind(self._module, echo, self._operations.ranks)
-        trace = LoopTrace(self._module, echo)
         token_ids, places, rows = self._probe_rows()
         received = self._probe_received(rows.shape[0])
         try:
             if self._row_matrices is not None:
                 raise NotAPlainDecoder("it multiplies rows with matrices of their own")
-            with trace.watched(), torch.inference_mode():
-                expected = self._forward(token_ids, places, rows, received)
-            trace.end(expected.logits)
-            decoder = Decoder(
-                self._module, trace, dtype, self.device, self.row_quantum, self.adapters, self.max_model_len
-            )
+            with torch.inference_mode():
+                trace, expected = LoopTrace.of(
+                    self._module, echo, lambda: self._forward(token_ids, places, rows, received)
+                )
+                decoder = Decoder(
+                    self._module, trace, dtype, self.device, self.row_quantum, self.adapters, self.max_model_len
+                )
+                for at in (places, apart(places)) if has_grids(self._module.config) else (places,):
+                    theirs = expected if at is places else self._forward(token_ids, at, rows, received)
+                    decoder.require_bits(theirs, token_ids, at, rows, received)
+            return decoder
         except NotAPlainDecoder as reason:
             self.why_no_own_loop = "; ".join(filter(None, (str(reason), self._why_not_recognised)))
             return None
-        for positions in (places, apart(places)) if has_grids(self._module.config) else (places,):
-            with torch.inference_mode():
-                if positions is not places:
-                    expected = self._forward(token_ids, positions, rows, received)
-                output = decoder.compute(token_ids, positions, rows, False, received)
-            if not same_bits(expected.logits, output.logits) or not (
-                self.stage.is_last or same_bits(expected.hidden, output.hidden)
-            ):
-                self.why_no_own_loop = "its logits are not those of transformers' loop, bit for bit"
-                return None
-        return decoder
 
     def _probe_tokens_before(self) -> TokensBefore | None:
         """What tells layers the positions of their rows, if they ask for it."""
@@ -422,7 +424,7 @@ class Transformer(CachedModel):
             others = torch.ones_like(self._module.get_input_embeddings()(self._tensor(token_ids)))
             expected = self._forward(token_ids, places, rows, received)
             out = self._forward(np.zeros_like(token_ids), places, rows, received, GivenRows(rows, others))
-        if not (same_bits(expected.logits, out.logits) and same_bits(expected.hidden, out.hidden)):
+        if not expected.has_bits_of(out):
             raise self._needs_more_than_rows(architecture)
 
     def _needs_more_than_rows(self, architecture: str) -> UnsupportedAttention:
@@ -448,7 +450,7 @@ class Transformer(CachedModel):
                 return own.shape[1], ""
             expected = self._forward(token_ids, places, rows)
             out = self._forward(np.zeros_like(token_ids), places, rows, given=GivenRows(rows, own))
-        if same_bits(expected.logits, out.logits) and same_bits(expected.hidden, out.hidden):
+        if expected.has_bits_of(out):
             return own.shape[1], ""
         return 0, "its layers look at token ids beside their embedding"
 

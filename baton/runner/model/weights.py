@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from baton.errors import ConfigError
-from baton.model_formats.limits import longest_context
+from baton.model_formats.limits import CONTEXT_WITHOUT_POSITIONS, longest_context
 from baton.model_formats.model_types import what_instead
 from baton.runner.backends.device import CPU
 from baton.runner.backends.operations import Operations
@@ -99,7 +99,8 @@ class LoadedModel:
     @property
     def max_model_len(self) -> int:
         """The most tokens of a sequence. Raises ConfigError for a number beyond all bounds."""
-        return longest_context(self.checkpoint.directory, self.checkpoint.config, self.config.max_position_embeddings)
+        positions = getattr(self.config, "max_position_embeddings", CONTEXT_WITHOUT_POSITIONS)
+        return longest_context(self.checkpoint.directory, self.checkpoint.config, positions)
 
     @property
     def fingerprint(self) -> str:

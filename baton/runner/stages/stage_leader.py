@@ -170,15 +170,18 @@ class StageLeader:
         self.send_all(FrameKind.REPORTS, reports_to_json(reports))
         return reports
 
-    def wait_until_ready(self, num_layers: int) -> None:
-        """Wait until all stages have loaded their parts. Raises RankLost."""
+    def wait_until_ready(self, cached_layers: Sequence[range]) -> None:
+        """Wait until all stages have loaded their parts. `cached_layers`: the layers of the layout that each has.
+
+        Raises RankLost.
+        """
         for other in self._others:
             ready = self._answer(other, FrameKind.READY)
             if other.process is not None:
                 other.pids = json.loads(ready.payload)
                 other.process.leads(other.pids[1:])
             other.reader.silence_allowed = IDLE_HEARTBEATS
-        self._layers = [Stage(index, self.stage.count).layers(num_layers) for index in range(self.stage.count)]
+        self._layers = cached_layers
 
     def check_numerics(self, own: str) -> None:
         """Raise ConfigError for a stage that computes with other kernels than this process, and RankLost.

@@ -13,11 +13,12 @@ from torch.nn import functional
 from baton.bench.micro.adapters import measure as measure_adapters
 from baton.bench.micro.engine import BesideLimit, EngineBenchConfig, Measurement, run
 from baton.bench.micro.engine_drive import EngineDrive, load_with_room
-from baton.bench.micro.engine_work import attention_operations, read_work, work_of
+from baton.bench.micro.engine_work import attention_operations, cache_bytes_read, read_work, work_of
 from baton.bench.results.host import available_memory, last_level_cache, processor
 from baton.bench.results.spread import Spread
 from baton.cli.bench.micro import print_engine
 from baton.cli.main import main
+from baton.engine.runner import STATE_WINDOW, KVLayout, LayerGeometry, LayerGroup, LayerState
 from baton.errors import BatonError
 from baton.runner import SimulatedSpec, TorchSpec, load
 from baton.runner.backends.operations import Activation
@@ -40,18 +41,31 @@ def test_the_work_of_a_dense_model() -> None:
     own_head = work_of({"vocab_size": 100}, {**shapes, "lm_head.weight": (100, 8)})
     assert (own_head.dense, own_head.head) == (40, 800), "a table that is only looked up is not read"
     assert own_head.shapes == {(4, 8), (100, 8)}
-    assert tied.bytes_read(2, kv_bytes_per_token=10, context_tokens=5, batch=3) == 840 * 2 + 150
+    assert tied.bytes_read(2, cache_bytes=50, batch=3) == 840 * 2 + 150
     assert tied.prompt_operations(7) == 2 * (7 * 40 + 800)
 
 
 def test_only_experts_that_rows_are_routed_to_are_read() -> None:
     work = work_of({"num_experts": 4, "num_experts_per_tok": 1}, {"mlp.experts.up": (4, 6, 5)})
     assert (work.experts, work.num_experts) == (120, 4)
-    assert work.bytes_read(1, 0, 0, batch=1) == 30
-    assert work.bytes_read(1, 0, 0, batch=2) == 30 + 30 * 3 / 4
+    assert work.bytes_read(1, 0, batch=1) == 30
+    assert work.bytes_read(1, 0, batch=2) == 30 + 30 * 3 / 4
     assert work.prompt_operations(10) == 2 * 10 * 30
     by_expert = {f"mlp.experts.{index}.up.weight": (6, 5) for index in range(4)}
     assert work_of({"num_local_experts": 4, "num_experts_per_tok": 2}, by_expert).experts == 120
+
+
+def test_a_convolution_of_each_column_is_no_expert() -> None:
+    work = work_of({}, {"model.layers.0.conv.weight": (6, 1, 4)})
+    assert (work.dense, work.experts, work.shapes) == (24, 0, frozenset())
+
+
+def test_a_step_reads_all_keys_those_in_windows_and_states_whatever_the_context() -> None:
+    geometry, state = LayerGeometry(2, 8, 8), LayerState(rows=2, width=8)
+    groups = (LayerGroup((0,)), LayerGroup((1,), window=6), LayerGroup((2,), window=STATE_WINDOW))
+    layout = KVLayout(4, (geometry, geometry, state), "bfloat16", groups)
+    assert cache_bytes_read(layout, 10) == 64 * (10 + 6) + 64
+    assert cache_bytes_read(layout, 3) == 64 * (3 + 3) + 64
 
 
 def test_the_work_of_a_model_directory_counts_all_its_weights(tmp_path: Path) -> None:
@@ -147,8 +161,8 @@ def test_a_drive_refuses_requests_that_do_not_fit_into_the_cache_together() -> N
         drive.decode(PROMPTS, 2)
 
 
-@pytest.mark.parametrize(("windows", "loaded"), [((None,), [20]), ((None, 8, 8), [20, 60])])
-def test_a_cache_has_room_for_all_groups_of_layers(windows: tuple[int | None, ...], loaded: list[int]) -> None:
+@pytest.mark.parametrize(("windows", "room"), [((None,), 20), ((None, 8, 8), 60)])
+def test_a_cache_has_room_for_all_groups_of_layers(windows: tuple[int | None, ...], room: int) -> None:
     asked, ended = [], []
 
     class Runner(FakeRunner):
@@ -159,8 +173,9 @@ def test_a_cache_has_room_for_all_groups_of_layers(windows: tuple[int | None, ..
         asked.append(num_blocks)
         return Runner(num_blocks, 4, windows=windows)
 
-    assert load_with_room(load_one, 20).memory.num_blocks == loaded[-1]
-    assert (asked, ended) == (loaded, loaded[:-1])
+    assert load_with_room(load_one, lambda block_size: 5 * block_size).memory.num_blocks == room
+    assert asked[1:] == [room]
+    assert ended == asked[:1]
 
 
 def test_timed_operations_change_no_result_and_split_the_time(tmp_path: Path) -> None:

@@ -116,7 +116,9 @@ def test_with_a_real_model_the_tokens_are_those_of_a_large_pool(tmp_path: Path, 
         num_stripes = 30 * num_whole + 9 * (len(layout.windows) - num_whole)
         num_blocks = 1 + (num_stripes if small else 100 * len(layout.windows))
         runner = load_runner(TorchSpec(tmp_path, dtype="float32", block_size=4, num_blocks=num_blocks))
-        config = SchedulerConfig(num_blocks, 4, 32, 4, windows=layout.windows, watermark=0.0)
+        config = SchedulerConfig(
+            num_blocks, 4, 32, 4, windows=layout.windows, keeps_states=layout.keeps_states, watermark=0.0
+        )
         scheduler = Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), FakeClock())
         core = EngineCore(scheduler, runner)
         params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.engine.batch import EngineCoreOutput
 from baton.engine.request import Request, RequestStatus
+from baton.engine.runner import STATE_WINDOW
 from baton.engine.sequences.beams import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_id
 from baton.engine.waiting.request_queue import tokens_to_compute
@@ -81,7 +82,6 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.integers(5, 24),
         limits=st.fixed_dictionaries(
             {
-                "windows": st.sampled_from([(None,), (None,), (6,), (None, 6), (2, 9, None), (3, 3)]),
                 "max_num_seqs": st.integers(1, 5),
                 "long_prefill_token_threshold": st.sampled_from([0, 3]),
                 "watermark": st.sampled_from([0.0, 0.2]),
@@ -97,6 +97,10 @@ class EngineMachine(RuleBasedStateMachine):
                 ),
             }
         ),
+        windows=st.sampled_from(
+            [(None,), (None,), (6,), (None, 6), (2, 9, None), (3, 3), (2,), (None, 2), (None, 9, 2)]
+        ),
+        keeps_states=st.booleans(),
         faulty_runner=st.booleans(),
         copies_are_cheap=st.booleans(),
         ahead=st.sampled_from(["no", "late", "early"]),
@@ -107,13 +111,17 @@ class EngineMachine(RuleBasedStateMachine):
         num_stripes: int,
         budget: int,
         limits: dict[str, Any],
+        windows: tuple[int | None, ...],
+        keeps_states: bool,
         faulty_runner: bool,
         copies_are_cheap: bool,
         ahead: Ahead,
         reads_at_once: bool,
     ) -> None:
         self.rig = EngineRig(
-            1 + num_stripes * len(limits["windows"]),
+            1 + num_stripes * len(windows),
+            windows=windows,
+            keeps_states=keeps_states and windows[-1] == STATE_WINDOW,
             max_num_batched_tokens=budget if limits["enable_chunked_prefill"] else 100,
             max_model_len=64,
             executor=executor_for(ahead),

@@ -191,8 +191,8 @@ def test_a_request_with_a_block_that_was_filled_in_part_is_not_swapped() -> None
 def test_a_block_that_was_filled_in_part_is_shared_with_later_queries_only_and_its_copies_are_not_cached() -> None:
     manager = windowed_manager()
     request = taken_in(manager, 19, [3, 4])
-    assert manager.shared_prefix("taken", 17) is None, "the query at 17 sees 12 to 17"
-    shared = manager.shared_prefix("taken", 18)
+    assert manager.shared_prefix(request, 17) is None, "the query at 17 sees 12 to 17"
+    shared = manager.shared_prefix(request, 18)
     assert shared is not None
     sibling = Request("sibling", RequestSpec(request.prompt_token_ids, SamplingParams(max_tokens=8)))
     sibling.output_token_ids.append(7)
@@ -413,10 +413,10 @@ def test_a_swapped_table_returns_with_the_same_null_blocks() -> None:
 def test_a_prefix_that_lacks_blocks_is_not_shared() -> None:
     rig = EngineRig(windows=(None, 4))
     rig.begin("r", 12, max_tokens=4)
-    manager = rig.scheduler.kv_cache_manager
+    manager, request = rig.scheduler.kv_cache_manager, rig.scheduler.requests["r"]
     assert manager.block_ids("r")[1::2][:2] == [0, 0], "the next query, at 12, sees 9 to 12"
-    assert manager.shared_prefix("r", 8) is None
-    shared = manager.shared_prefix("r", 12)
+    assert manager.shared_prefix(request, 8) is None
+    shared = manager.shared_prefix(request, 12)
     assert shared is not None
     assert [block.block_id for block in shared.blocks] == manager.block_ids("r")[:6]
 

@@ -88,6 +88,7 @@ class Part:
         assert layout is not None
         (block, index), tokens = divmod(number, parts), layout.block_size // parts
         geometry, element, at = layout.layers[layer], ELEMENT_BYTES[layout.dtype], self.place(block, layer).start
+        assert isinstance(geometry, LayerGeometry)
         widths = (geometry.key_dim * element, geometry.value_dim * element, *((2, 2) if layout.has_scales else ()))
         for width in widths:
             shape = (geometry.num_kv_heads, layout.block_size, width)

@@ -40,11 +40,9 @@ def token_bytes(layout: KVLayout, group: int) -> np.ndarray[tuple[int, int], np.
     size, element = layout.block_size, {"float32": 4, "bfloat16": 2, "int8": 1}[layout.dtype]
     at, columns = 0, []
     for layer in layout.groups[group].layers:
-        heads, key, value = (
-            layout.layers[layer].num_kv_heads,
-            layout.layers[layer].key_dim,
-            layout.layers[layer].value_dim,
-        )
+        geometry = layout.layers[layer]
+        assert isinstance(geometry, LayerGeometry)
+        heads, key, value = geometry.num_kv_heads, geometry.key_dim, geometry.value_dim
         for width in (key * element, value * element, *((2, 2) if layout.has_scales else ())):
             offsets = at + np.arange(heads * size * width).reshape(heads, size, width)
             columns.append(offsets.transpose(1, 0, 2).reshape(size, -1))

@@ -29,6 +29,18 @@ def test_a_replaced_layer_answers_for_its_weight_without_holding_it(dtype: torch
     assert torch.equal(functional.linear(x, found), layer(x))
 
 
+def test_a_weight_multiplied_with_columns_gives_those_of_the_layer() -> None:
+    """As jamba does, which adds the bias of the layer later."""
+    bias = randn(24, seed=5)
+    layer = PackedLinear(choose_operations(1), randn(24, 48), bias, torch.float32)
+    x = randn(2, 5, 48, seed=3)
+    plain = PackedLinear(choose_operations(1), randn(24, 48), None, torch.float32)
+    for columns in (layer.weight @ x.transpose(1, 2), torch.matmul(layer.weight, x.transpose(1, 2))):
+        assert torch.equal(columns, plain(x).transpose(1, 2))
+    assert layer.bias is not None
+    assert torch.equal(layer.bias, bias)
+
+
 @pytest.mark.parametrize("cast", [torch.Tensor.float, lambda w: w.to(torch.float32), lambda w: w.type(torch.float32)])
 def test_a_cast_weight_is_multiplied_in_the_dtype_it_is_cast_to(cast: object) -> None:
     weight, x, operations = randn(24, 48, dtype=torch.bfloat16), randn(5, 48, seed=3), choose_operations(1)
@@ -41,7 +53,7 @@ def test_a_cast_weight_is_multiplied_in_the_dtype_it_is_cast_to(cast: object) ->
 
 def test_whatever_else_needs_the_numbers_of_a_weight_is_refused() -> None:
     layer = PackedLinear(choose_operations(1), randn(24, 48), None, torch.float32)
-    for ask in (torch.Tensor.mean, torch.Tensor.clone, lambda w: w @ randn(48, 2), lambda w: w[0]):
+    for ask in (torch.Tensor.mean, torch.Tensor.clone, lambda w: randn(2, 24) @ w, lambda w: w[0]):
         with pytest.raises(TypeError, match=r"needs the numbers of a weight|unsupported operand"):
             ask(layer.weight)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,18 +12,23 @@ import pytest
 import torch
 
 from baton.engine.batch import NewRequestData, SchedulerOutput
-from baton.engine.runner import LayerGeometry
+from baton.engine.runner import STATE_WINDOW, LayerGeometry, LayerState
 from baton.errors import ConfigError
 from baton.messages.pooling import PoolingParams
 from baton.messages.sampling import SamplingParams
 from baton.runner.backends.ranks.host_ranks import SharedFiles
 from baton.runner.execution.input_batch import FlatBatch
-from baton.runner.model.stage import LayerReport, StageReport
+from baton.runner.loading import load_runner
+from baton.runner.model.attention import ProbeAttention, UnsupportedAttention
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model.stage import LayerReport, StageReport, entries_of_stages, layers_found, layers_of_entries
 from baton.runner.parts import Stage
 from baton.runner.pipelined_runner import divide
 from baton.runner.ranks.micro_batch import MicroBatch
 from baton.runner.ranks.step_slot import StepSlot
+from baton.runner.spec import TorchSpec
 from tests.doubles.fake_stages import FakeStages
+from tests.support.listed_types import LISTED_TYPES
 from tests.support.load_with import load_tiny
 
 
@@ -79,8 +86,8 @@ def test_all_ranks_get_the_reports_of_all_stages() -> None:
     expected = [
         StageReport(
             layers={
-                2 * index + place: LayerReport(LayerGeometry(index + 1, 8, 16), 5 if place else None)
-                for place in (0, 1)
+                3 * index + place: LayerReport(entries, 5 if place else None)
+                for place, entries in enumerate([(), (keys,), (keys, LayerState(3, 8, 2, 4, 4))])
             },
             missed_products=["mm"] * index,
             why_no_own_loop="" if index == 1 else "other parts",
@@ -88,12 +95,65 @@ def test_all_ranks_get_the_reports_of_all_stages() -> None:
             embedding_size=64 * (index == 2),
             num_logits=100,
         )
-        for index in range(3)
+        for index, keys in enumerate([LayerGeometry(1, 8, 16), LayerGeometry(2, 8, 16), LayerGeometry(3, 8, 16)])
     ]
     first, second = (StepSlot(files.step) for _ in range(2))
     first.write_reports(expected)
     assert second.read_reports() == expected
     files.close()
+
+
+def reports_of(*stages: list[int]) -> list[StageReport]:
+    """The reports of stages whose layers have so many entries in the cache each."""
+    kinds = (LayerGeometry(1, 8, 8), LayerState(3, 8))
+    reports, index = [], 0
+    for counts in stages:
+        layers = {index + place: LayerReport(kinds[:count], None) for place, count in enumerate(counts)}
+        index += len(counts)
+        reports.append(StageReport(layers, [], "", "", 0, 0))
+    return reports
+
+
+def test_layers_of_both_kinds_have_two_entries_and_those_of_neither_none() -> None:
+    reports = reports_of([1, 0, 2], [2, 1])
+    assert layers_of_entries(reports) == [0, 2, 2, 3, 3, 4]
+    assert entries_of_stages(reports) == [range(3), range(3, 6)]
+    with pytest.raises(UnsupportedAttention, match=r"none of the layers of stage 1 has attention or a state: .*--pp"):
+        entries_of_stages(reports_of([1, 0], [0, 0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "are_states"), [("falcon_h1", [False, True] * 3), ("nemotron_h", [True, False, True, False])]
+)
+def test_what_layers_have_in_the_cache_is_found_out(tmp_path: Path, name: str, are_states: list[bool]) -> None:
+    write_random_model(tmp_path, LISTED_TYPES[name], seed=1)
+    layout = load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=60)).layout
+    assert [isinstance(layer, LayerState) for layer in layout.layers] == are_states
+    for group in layout.groups:
+        assert {are_states[layer] for layer in group.layers} == {group.window == STATE_WINDOW}
+
+
+@pytest.mark.parametrize("name", ["mamba2", "nemotron_h"])
+def test_models_that_ask_their_layers_and_head_for_more_than_rows_are_divided(tmp_path: Path, name: str) -> None:
+    """For the kind of a layer, and for the dtype of the head's weight."""
+    write_random_model(tmp_path, LISTED_TYPES[name], seed=1)
+    answers = []
+    for stages in (1, 2):
+        spec = TorchSpec(tmp_path, dtype="float32", num_blocks=60, pipeline_parallel=stages)
+        with closing(load_runner(spec, start_stages=FakeStages.start)) as runner:
+            blocks = range(1, 1 + len(runner.layout.groups))
+            prompt = NewRequestData("p", [5, 6, 7, 8, 9], (), SamplingParams(temperature=0.0), blocks, 0)
+            answers.append(runner.execute_model(SchedulerOutput(0, [prompt], [], {"p": 5}, 5)).sampled_token_ids)
+    assert answers[0] == answers[1]
+
+
+def test_a_layer_without_attention_or_a_state_must_be_of_a_type_that_has_neither() -> None:
+    probe, config = ProbeAttention(), SimpleNamespace(layer_types=["moe", "full_attention"], is_heterogeneous=False)
+    with pytest.raises(UnsupportedAttention, match=r"Some has 2 layers, 0 with attention or a state, and the others"):
+        layers_found("Some", config, range(2), probe)
+    probe.layers[1], probe.windows[1] = LayerGeometry(1, 8, 8), None
+    found = layers_found("Some", config, range(2), probe)
+    assert found == {0: LayerReport((), None), 1: LayerReport((LayerGeometry(1, 8, 8),), None)}
 
 
 def a_batch(rng: np.random.Generator) -> FlatBatch:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from baton.engine.runner import PROBE_BLOCKS
 from baton.errors import ConfigError
+from baton.model_formats.limits import CONTEXT_WITHOUT_POSITIONS
 from baton.runner import TorchSpec, load
 from baton.runner.loading import load_runner
 from baton.runner.model import attention, layers
@@ -33,6 +34,7 @@ from baton.runner.spec import CacheSpec, WeightSpec
 from tests.doubles.fake_rank_group import FakeRankGroup
 from tests.doubles.fake_stages import FakeStages
 from tests.support.gguf_models import converted, random_module, write_module
+from tests.support.listed_types import LISTED_TYPES
 from tests.support.load_with import load_with
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
@@ -155,16 +157,9 @@ def test_weights_that_give_no_finite_logits_are_refused(directory: Path, number:
         ),
         (lambda d: edit_config(d, model_type="pegasus"), "'pegasus', which is not supported.*decoder-only"),
         (lambda d: edit_config(d, model_type="bloom"), "'bloom', which is not supported.*attention.*another model$"),
-        (
-            lambda d: edit_config(d, model_type="granitemoehybrid", layer_types=["mamba"] * 3),
-            "of type linear_attention; choose another model, for example one of type granitemoe$",
-        ),
+        (lambda d: edit_config(d, model_type="qwen4_exp_text"), "of type indexed_attention; choose another model"),
         (lambda d: edit_config(d, is_causal=False), "'qwen2', which is not supported: its tokens attend to those"),
         (lambda d: edit_config(d, use_bidirectional_attention=True), "decoders are computed causally"),
-        (
-            lambda d: (d / "config.json").write_text('{"model_type": "mamba"}'),
-            "'mamba', which is not supported.*attention",
-        ),
     ],
 )
 def test_a_bad_directory_is_refused_in_one_line(directory: Path, damage: Callable[[Path], object], words: str) -> None:
@@ -240,6 +235,24 @@ def test_a_wrong_number_of_positions_is_refused(
 def test_a_number_that_nothing_uses_may_be_any(directory: Path) -> None:
     edit_config(directory, num_local_experts=0, num_experts_per_tok=0, use_sliding_window=False, sliding_window=0)
     assert load_model(directory, WeightSpec("float32")).architecture == "Qwen2ForCausalLM"
+
+
+@pytest.mark.parametrize(("count", "is_refused"), [(0, False), (-1, True)])
+def test_layers_with_an_mlp_beside_their_experts_may_have_none(tmp_path: Path, count: int, is_refused: bool) -> None:
+    """As most models of type granitemoehybrid."""
+    dense = {**LISTED_TYPES["granitemoehybrid"], "num_local_experts": 0, "num_experts_per_tok": 0}
+    write_random_model(tmp_path / "broken-model", dense, seed=1)
+    edit_config(tmp_path / "broken-model", num_local_experts=count)
+    if is_refused:
+        assert "has num_local_experts -1 in its config.json" in refuse(tmp_path / "broken-model")
+    else:
+        assert load_model(tmp_path / "broken-model", WeightSpec("float32")).weights.num_bytes > 0
+
+
+def test_a_model_without_positions_has_a_context_nevertheless(tmp_path: Path) -> None:
+    write_random_model(tmp_path, LISTED_TYPES["mamba2"], seed=1)
+    assert load_model(tmp_path, WeightSpec("float32")).max_model_len == CONTEXT_WITHOUT_POSITIONS
+    assert load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=9)).model.bit_exact
 
 
 def test_windows_that_only_a_mask_tells_of_are_refused_and_none_are_no_obstacle(tmp_path: Path) -> None:

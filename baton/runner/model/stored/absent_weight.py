@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 _ASKED = frozenset(
     getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")
@@ -18,6 +19,18 @@ def without_numbers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
     if func not in _ASKED:
         raise TypeError(f"{func.__name__} needs the numbers of a weight that Baton holds in its own form")
     return func(*args, **(kwargs or {}))
+
+
+def of_products(linear: Callable[..., torch.Tensor]) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """What answers the products with a weight [N, K], by torch's function: of rows, which `linear` computes as
+    `F.linear` does, and of columns, [..., K, T] to [..., N, T]."""
+
+    def of_columns(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(weight, AbsentWeight):
+            raise TypeError("rows are multiplied with a weight that is not transposed")
+        return linear(x.transpose(-1, -2), weight).transpose(-1, -2)
+
+    return {functional.linear: linear, torch.matmul: of_columns, torch.Tensor.matmul: of_columns}
 
 
 class AbsentWeight(torch.Tensor):

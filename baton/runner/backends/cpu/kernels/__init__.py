@@ -1,4 +1,4 @@
-"""Row-invariant products, norms and paged attention, as a small C library.
+"""Row-invariant products, norms, paged attention, and convolutions and recurrences with states, as a small C library.
 
 torch's products give a row different bits in different batches. These kernels sum each output over k in one fixed
 order, so a token is computed in the same way in every batch and chunk and with any number of threads. csrc/kernels.h
@@ -16,7 +16,8 @@ from baton.runner.backends.cpu.kernels.library import use_isa
 from baton.runner.backends.cpu.kernels.product import PackedWeight
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
-from baton.runner.backends.cpu.kernels.rows import add_rms_norm, rms_norm, rotate
+from baton.runner.backends.cpu.kernels.rows import add_rms_norm, gate, gated_rms_norm, rms_norm, rotate
+from baton.runner.backends.cpu.kernels.states import convolve, recur
 from baton.runner.backends.cpu.kernels.weights import (
     Packed,
     StackedWeight,
@@ -43,11 +44,15 @@ __all__ = [
     "adapt",
     "add_rms_norm",
     "available",
+    "convolve",
+    "gate",
     "gated_linear",
+    "gated_rms_norm",
     "linear",
     "pack",
     "pack_gated",
     "paged_attention",
+    "recur",
     "rms_norm",
     "rotate",
     "store_kv",

@@ -60,8 +60,9 @@ class Buffers:
         self._shared: dict[str, _SharedBuffer] = {}
         self._arguments: list[Rows] = []
         self._scratch: dict[str, int] = {}
-        self._scratch_widths: dict[int, int] = {}
-        self._memory = torch.empty(0, dtype=dtype)
+        self._row_bytes: dict[int, int] = {}
+        """Of each scratch buffer."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
         self._capacity = 0
 
     def argument(self, width: int, sampled: bool, dtype: torch.dtype) -> Rows:
@@ -70,13 +71,13 @@ class Buffers:
         self._arguments.append(rows)
         return rows
 
-    def scratch(self, name: str, width: int, sampled: bool) -> Rows:
-        """Rows of the scratch buffer with this name, which is as wide as its widest use."""
+    def scratch(self, name: str, width: int, sampled: bool, dtype: torch.dtype | None = None) -> Rows:
+        """Rows of the scratch buffer with this name, which is as wide as its widest use; dtype: None for the usual."""
         if name not in self._scratch:
             self._scratch[name] = self._count()
-        buffer = self._scratch[name]
-        self._scratch_widths[buffer] = max(width, self._scratch_widths.get(buffer, 0))
-        return Rows(buffer, 0, width, width, sampled, self._dtype)
+        buffer, dtype = self._scratch[name], self._dtype if dtype is None else dtype
+        self._row_bytes[buffer] = max(width * dtype.itemsize, self._row_bytes.get(buffer, 0))
+        return Rows(buffer, 0, width, width, sampled, dtype)
 
     def shared(self, name: str, width: int, sampled: bool, dtype: torch.dtype) -> Rows:
         """Rows of the shared buffer with this name, which is as wide as its widest use."""
@@ -103,20 +104,20 @@ class Buffers:
 
     def addresses(self, arguments: Sequence[torch.Tensor], rows: int) -> ctypes.Array[ctypes.c_void_p]:
         """The address of each buffer, for a step of at most `rows` rows; valid until the next call."""
-        total = sum(self._scratch_widths.values())
+        total = sum(self._row_bytes.values())
         if rows > self._capacity:
             # The old memory is freed first, since both together may be too much.
-            self._capacity, self._memory = 0, torch.empty(0, dtype=self._dtype)
+            self._capacity, self._memory = 0, torch.empty(0, dtype=torch.uint8)
             capacity = -(-rows // _GROWTH) * _GROWTH
-            self._memory = torch.empty(capacity * total, dtype=self._dtype)
+            self._memory = torch.empty(capacity * total, dtype=torch.uint8)
             self._capacity = capacity
         addresses = (ctypes.c_void_p * self._count())()
         for argument, tensor in zip(self._arguments, arguments, strict=True):
             addresses[argument.buffer] = tensor.data_ptr()
         address = self._memory.data_ptr()
-        for buffer, width in self._scratch_widths.items():
+        for buffer, row_bytes in self._row_bytes.items():
             addresses[buffer] = address
-            address += self._capacity * width * self._dtype.itemsize
+            address += self._capacity * row_bytes
         self._place_shared(addresses, rows)
         return addresses
 

@@ -83,10 +83,18 @@ class QuantizeCall(ctypes.Structure):
 
 class NormCall(ctypes.Structure):
     _fields_ = [
-        *_fields(_POINTER, "x weight out residual sum"),
-        *_fields(_SIZE, "rows columns n row_stride column_stride rows_per_task"),
+        *_fields(_POINTER, "x weight out residual sum gate"),
+        *_fields(_SIZE, "rows columns n row_stride column_stride gate_row_stride gate_column_stride rows_per_task"),
         ("eps", _FLOAT),
-        ("plus_one", _INT),
+        *_fields(_INT, "plus_one has_sigmoid_gate"),
+    ]
+
+
+class GateCall(ctypes.Structure):
+    _fields_ = [
+        *_fields(_POINTER, "x out bias factor"),
+        *_fields(_SIZE, "rows columns x_stride out_stride rows_per_task"),
+        ("is_sigmoid", _INT),
     ]
 
 
@@ -120,6 +128,35 @@ class KernelAttentionCall(ctypes.Structure):
     ]
 
 
+class States(ctypes.Structure):
+    """Where one layer's states are, and the rows of a step (`struct states` of csrc/kernels.h)."""
+
+    _fields_ = [
+        *_fields(_POINTER, "memory query_start seq_lens block_tables kept_lens"),
+        *_fields(_INT64, "num_blocks block_stride offset block_size rows num_seqs table_width table_stride"),
+    ]
+
+
+class KernelConvolutionCall(ctypes.Structure):
+    _fields_ = [
+        ("states", States),
+        *_fields(_POINTER, "x out weight bias"),
+        *_fields(_INT64, "columns taps x_stride out_stride columns_per_task state_stride"),
+        ("has_silu", _INT),
+    ]
+
+
+class KernelRecurrenceCall(ctypes.Structure):
+    _fields_ = [
+        ("states", States),
+        *_fields(_POINTER, "query key value out decay beta"),
+        *_fields(_INT64, "query_stride key_stride value_stride out_stride decay_stride beta_stride"),
+        *_fields(_INT64, "heads groups key_dim value_dim columns_per_task"),
+        *_fields(_FLOAT, "scale norm_eps"),
+        *_fields(_INT, "decay_per_key has_norm"),
+    ]
+
+
 class TakeRowsCall(ctypes.Structure):
     _fields_ = [*_fields(_POINTER, "x out index"), *_fields(_INT64, "rows row_bytes x_stride")]
 
@@ -139,6 +176,25 @@ class OperationKind(IntEnum):
     TAKE_ROWS = 5
     QUANTIZE = 6
     BARRIER = 7
+    CONVOLVE = 8
+    RECUR = 9
+    GATE = 10
+
+
+OPERATION_NAMES = {
+    OperationKind.LINEAR: "linear",
+    OperationKind.NORM: "rms_norm",
+    OperationKind.ROTATE: "rotate",
+    OperationKind.STORE_KV: "store_kv",
+    OperationKind.ATTENTION: "paged_attention",
+    OperationKind.TAKE_ROWS: "take_rows",
+    OperationKind.QUANTIZE: "linear",
+    OperationKind.BARRIER: "barrier",
+    OperationKind.CONVOLVE: "convolve",
+    OperationKind.RECUR: "recur",
+    OperationKind.GATE: "gate",
+}
+"""The method of `Program` by which an operation is recorded."""
 
 
 class CacheFormat(IntEnum):
@@ -159,6 +215,9 @@ class Call(ctypes.Union):
         ("take", TakeRowsCall),
         ("quantize", QuantizeCall),
         ("barrier", BarrierCall),
+        ("convolution", KernelConvolutionCall),
+        ("recurrence", KernelRecurrenceCall),
+        ("gate", GateCall),
     ]
 
 
@@ -169,7 +228,7 @@ class Place(ctypes.Structure):
 class Operation(ctypes.Structure):
     _fields_ = [
         *_fields(_INT64, "kind which_rows group product second_stride"),
-        *_fields(Place, "x out second third"),
+        *_fields(Place, "x out second third fourth fifth"),
         ("call", Call),
     ]
 
@@ -180,7 +239,7 @@ class StepGroup(ctypes.Structure):
 
 class Step(ctypes.Structure):
     _fields_ = [
-        *_fields(_POINTER, "buffers sampled query_start sample_start seq_lens groups"),
+        *_fields(_POINTER, "buffers sampled query_start sample_start seq_lens kept_lens groups"),
         *_fields(_INT64, "rows num_sampled num_seqs"),
         *_fields(_POINTER, "adapter_slots sampled_slots adapter_weights t"),
         *_fields(_INT64, "num_slots t_stride"),
@@ -202,9 +261,13 @@ _STRUCTURES: dict[str, type[ctypes.Structure | ctypes.Union]] = {
     "quantized_parts": QuantizedParts,
     "quantize_call": QuantizeCall,
     "norm_call": NormCall,
+    "gate_call": GateCall,
     "rotate_call": RotateCall,
     "store_call": StoreCall,
     "attention_call": KernelAttentionCall,
+    "states": States,
+    "convolution_call": KernelConvolutionCall,
+    "recurrence_call": KernelRecurrenceCall,
     "take_rows_call": TakeRowsCall,
     "barrier_call": BarrierCall,
     "call": Call,

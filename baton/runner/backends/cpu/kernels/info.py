@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -14,9 +14,11 @@ from baton.runner.backends.cpu.kernels.attention import SCALE_BYTES, paged_atten
 from baton.runner.backends.cpu.kernels.library import CACHE_FORMATS, isa_name, library
 from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.rows import rms_norm, rotate
+from baton.runner.backends.cpu.kernels.states import convolve, recur
 from baton.runner.backends.cpu.kernels.weights import gated_linear, linear, pack, pack_gated
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.quantized_weight import Float8Weight, QuantizedWeight
+from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall, StateStep, StateView
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ def _numerics(_isa: str) -> str:
     """The fingerprint of the instruction set in use, computed once for each: loading a model asks three times."""
     digest = hashlib.sha256()
     for dtype in (torch.float32, torch.bfloat16):
-        for probe in (_rounding_noise, _rows_probe, _quantized_probe, _float8_probe):
+        for probe in (_rounding_noise, _rows_probe, _quantized_probe, _float8_probe, _states_probe):
             digest.update(_bytes(probe(dtype)))
         for cache_dtype in (dtype, *CACHE_FORMATS):
             digest.update(_bytes(_attention_probe(dtype, cache_dtype)))
@@ -128,6 +130,33 @@ def _float8_probe(dtype: torch.dtype) -> torch.Tensor:
     numbers = codes.view(torch.float8_e4m3fn)
     blocks, row = Float8Weight(numbers, scales, 128), Float8Weight(numbers, scales[:, :1].contiguous(), 320)
     return torch.cat([linear(x, pack(weight), threads=1) for weight in (blocks, row)])
+
+
+def _states_probe(dtype: torch.dtype) -> torch.Tensor:
+    """A convolution and recurrences with both kinds of decay, and the states behind them."""
+    rows, heads, key_dim, value_dim = 40, 2, 24, 40
+    lengths = torch.tensor([rows], dtype=torch.int32)
+    step = StateStep(torch.tensor([0, rows], dtype=torch.int32), lengths, lengths, torch.ones(1, 1, dtype=torch.int32))
+    memory = torch.zeros(2, heads * key_dim * value_dim)
+    state = StateView(memory.view(-1), 2, memory.shape[1], 0, (3, 70), rows)
+    x, weight = (_noise(rows, 70) * 4).to(dtype), _noise(70, 4)
+    parts = [convolve(ConvolutionCall(x, weight, weight[:, 0].contiguous(), "silu", state, step), threads=1)]
+    state = replace(state, shape=(heads, key_dim, value_dim))
+    query, value = _noise(2 * rows, key_dim).view(2, rows, 1, key_dim).to(dtype), _noise(rows, heads * value_dim)
+    for decay in (_noise(rows, heads), _noise(rows, heads * key_dim).view(rows, heads, key_dim)):
+        call = RecurrenceCall(
+            query[0],
+            query[1],
+            value.view(rows, heads, value_dim).to(dtype),
+            -decay.abs(),
+            _noise(rows, heads).abs(),
+            scale=0.2,
+            norm_eps=1e-6,
+            state=state,
+            step=step,
+        )
+        parts += [recur(call, threads=1), memory.clone()]
+    return torch.cat([part.float().flatten() for part in parts])
 
 
 def _noise(rows: int, columns: int) -> torch.Tensor:

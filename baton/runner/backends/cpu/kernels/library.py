@@ -25,6 +25,7 @@ _STATUS = {
     4: ("block_tables", "names a block outside the cache"),
     5: ("slots", "names a slot outside the cache"),
     6: ("index", "names a row outside the weight"),
+    10: ("block_tables", "names no block with the state that a sequence goes on from"),
 }
 
 _RANK_LOST = 7
@@ -48,6 +49,10 @@ class Library:
     quantized_linear: Callable[..., int]
     attention: Callable[..., int]
     store_kv: Callable[..., int]
+    convolve: Callable[..., int]
+    recur: Callable[..., int]
+    gate: Callable[..., int]
+    gated_norm: Callable[..., int]
     take_rows: Callable[..., int]
     rms_norm: Callable[..., int]
     rotate: Callable[..., int]
@@ -100,6 +105,8 @@ def library() -> Library:
     functions.baton_float8_rows.argtypes = [integer, integer, size] + [pointer] * 3 + [size] * 4 + [integer]
     functions.baton_attention.argtypes = [integer, integer, pointer, integer]
     functions.baton_store_kv.argtypes = [pointer]
+    for function in (functions.baton_convolve, functions.baton_recur, functions.baton_gate, functions.baton_gated_norm):
+        function.argtypes = [integer, integer, pointer, integer]
     functions.baton_take_rows.argtypes = [integer, integer, pointer, pointer, pointer, size, size, size, integer]
     norm = [integer, integer] + [pointer] * 5 + [size] * 5
     functions.baton_rms_norm.argtypes = [*norm, ctypes.c_float, integer, integer]
@@ -125,6 +132,10 @@ def library() -> Library:
         quantized_linear=functions.baton_quantized_linear,
         attention=functions.baton_attention,
         store_kv=functions.baton_store_kv,
+        convolve=functions.baton_convolve,
+        recur=functions.baton_recur,
+        gate=functions.baton_gate,
+        gated_norm=functions.baton_gated_norm,
         take_rows=functions.baton_take_rows,
         rms_norm=functions.baton_rms_norm,
         rotate=functions.baton_rotate,

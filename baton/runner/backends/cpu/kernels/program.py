@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Literal
 
 import torch
 
@@ -28,6 +29,7 @@ from baton.runner.backends.cpu.kernels.attention import (
 from baton.runner.backends.cpu.kernels.barrier import GrowingMemory
 from baton.runner.backends.cpu.kernels.buffers import Buffers, Rows
 from baton.runner.backends.cpu.kernels.call_structs import (
+    OPERATION_NAMES,
     Call,
     LinearCall,
     NormCall,
@@ -45,20 +47,19 @@ from baton.runner.backends.cpu.kernels.float8 import PackedFloat8Weight
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
 from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, NOT_GATED, Activation, PackedWeight
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
+from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction, gate_structure
+from baton.runner.backends.cpu.kernels.states import (
+    convolution_structure,
+    recurrence_structure,
+    require_filter,
+    require_kept_lens,
+    require_numbers,
+    require_recurred_rows,
+)
 from baton.runner.backends.cpu.kernels.weights import Packed, PackedPart, StackedWeight, columns_of
 from baton.runner.backends.device import CPU
 from baton.runner.backends.paged_cache import CacheView
-
-_NAMES = {
-    OperationKind.LINEAR: "linear",
-    OperationKind.NORM: "rms_norm",
-    OperationKind.ROTATE: "rotate",
-    OperationKind.STORE_KV: "store_kv",
-    OperationKind.ATTENTION: "paged_attention",
-    OperationKind.TAKE_ROWS: "take_rows",
-    OperationKind.QUANTIZE: "linear",
-    OperationKind.BARRIER: "barrier",
-}
+from baton.runner.backends.state_calls import StateView
 
 
 class Program:
@@ -132,6 +133,25 @@ class Program:
             raise KernelArgumentError("residual", "must be whole rows of x's shape")
         return self._norm(x, residual, weight, eps, plus_one, into)
 
+    def gated_rms_norm(
+        self, x: Rows, gate: Rows, weight: torch.Tensor, eps: float, activation: GateActivation, *, into: str | Rows
+    ) -> Rows:
+        """Record the norm of each piece of x that is as wide as the weight, times activation(gate), rounded once."""
+        if (gate.width, gate.sampled) != (x.width, x.sampled):
+            raise KernelArgumentError("gate", f"must be rows of {x.width}, as many as x has")
+        return self._norm(x, None, weight, eps, False, into, gate, activation)
+
+    def gate(
+        self, x: Rows, function: GateFunction, bias: torch.Tensor | None, factor: torch.Tensor | None, *, into: str
+    ) -> Rows:
+        """Record the gates factor * function(x + bias), in float32; bias and factor are float32 [n]."""
+        call = gate_structure(x.width, function, bias, factor)
+        out = self._buffers.scratch(into, x.width, x.sampled, torch.float32)
+        call.x_stride, call.out_stride = x.stride, out.stride
+        self._kept += [bias, factor]
+        self._record(OperationKind.GATE, x, Call(gate=call), out=out)
+        return out
+
     def rotate(self, x: Rows, head_dim: int, cos: Rows, sin: Rows) -> None:
         """Record a rotation, in place, of as many first columns of each head of x as `cos` and `sin` have."""
         if x.width % head_dim != 0 or cos.width % 2 != 0 or cos.width > head_dim or sin.width != cos.width:
@@ -143,7 +163,7 @@ class Program:
             head_stride=head_dim,
             angle_stride=cos.stride,
         )
-        self._record(OperationKind.ROTATE, x, Call(rotate=call), second=cos, third=sin)
+        self._record(OperationKind.ROTATE, x, Call(rotate=call), operands=(cos, sin))
 
     def store_kv(self, key: Rows, value: Rows, cache: CacheView, group: int) -> None:
         """Record the storing of keys and values in the cache, at the slots of a group of layers."""
@@ -154,7 +174,7 @@ class Program:
             raise KernelArgumentError("key", f"and value of {key.width} and {value.width} columns don't fit the cache")
         call = store_call(cache, self._dtype, key.stride, value.stride)
         self._kept.append(cache.memory)
-        self._record(OperationKind.STORE_KV, key, Call(store=call), second=value, group=group)
+        self._record(OperationKind.STORE_KV, key, Call(store=call), operands=(value,), group=group)
 
     def paged_attention(self, query: Rows, cache: CacheView, group: int, how: AttentionFeatures, *, into: str) -> Rows:
         """Record attention over the cache, with the block tables of a group of layers."""
@@ -171,6 +191,56 @@ class Program:
         self._record(OperationKind.ATTENTION, query, Call(attention=call), out=out, group=group)
         self._attended()
         return attended
+
+    def convolve(
+        self,
+        x: Rows,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: Literal["silu"] | None,
+        state: StateView,
+        group: int,
+        *,
+        into: str | Rows,
+    ) -> Rows:
+        """Record a convolution of x's columns, with the block tables of a group of layers."""
+        require_filter(weight, bias, state)
+        if x.width != weight.shape[0] or x.sampled:
+            raise KernelArgumentError("x", f"must be all rows, of {weight.shape[0]} columns")
+        out = self._out(into, x.width, sampled=False)
+        call, kept = convolution_structure(weight, bias, activation, state)
+        call.x_stride, call.out_stride = x.stride, out.stride
+        self._kept.append(kept)
+        self._record(OperationKind.CONVOLVE, x, Call(convolution=call), out=out, group=group)
+        return out
+
+    def recur(
+        self,
+        query: Rows,
+        key: Rows,
+        value: Rows,
+        decay: Rows,
+        beta: Rows | None,
+        *,
+        scale: float,
+        norm_eps: float | None,
+        state: StateView,
+        group: int,
+        into: str | Rows,
+    ) -> Rows:
+        """Record a recurrence, with the block tables of a group of layers; decay and beta are float32 rows."""
+        require_recurred_rows(query, key, value, decay, beta, state)
+        require_numbers(scale, norm_eps)
+        heads, key_dim, value_dim = state.shape
+        out = self._out(into, heads * value_dim, sampled=False)
+        call = recurrence_structure(state, query.width // key_dim, decay.width > heads, scale, norm_eps)
+        call.query_stride, call.key_stride, call.value_stride = query.stride, key.stride, value.stride
+        call.out_stride, call.decay_stride = out.stride, decay.stride
+        call.beta_stride = 0 if beta is None else beta.stride
+        self._kept.append(state.memory)
+        operands = (key, value, decay, beta)
+        self._record(OperationKind.RECUR, query, Call(recurrence=call), out=out, operands=operands, group=group)
+        return out
 
     def take_sampled(self, x: Rows, *, into: str | Rows) -> Rows:
         """Record the copy of those rows of x that sample."""
@@ -205,6 +275,7 @@ class Program:
             layout.query_start.data_ptr(),
             layout.sample_start.data_ptr(),
             layout.seq_lens.data_ptr(),
+            None if layout.kept_lens is None else layout.kept_lens.data_ptr(),
             ctypes.addressof(groups),
             num_rows,
             num_sampled,
@@ -235,7 +306,7 @@ class Program:
         taken: defaultdict[str, float] = defaultdict(float)
         for times in self._times:
             for operation, (before, after) in zip(self._operations, pairwise(times), strict=True):
-                taken[_NAMES[operation.kind]] += (after - before) / 1e9
+                taken[OPERATION_NAMES[operation.kind]] += (after - before) / 1e9
         return taken
 
     def _set_adapters(self, step: Step, adapters: StepAdapters, sampled: torch.Tensor) -> object:
@@ -319,7 +390,9 @@ class Program:
         if adapted is None:
             self._record(OperationKind.LINEAR, x, Call(linear=call), out=out)
             return
-        self._record(OperationKind.LINEAR, x, Call(linear=call), out=out, second=given, product=len(self._products))
+        self._record(
+            OperationKind.LINEAR, x, Call(linear=call), out=out, operands=(given,), product=len(self._products)
+        )
         self._products.append(adapted)
 
     def _quantize(self, x: Rows, w: PackedQuantizedWeight) -> Rows:
@@ -330,7 +403,15 @@ class Program:
         return out
 
     def _norm(
-        self, x: Rows, residual: Rows | None, weight: torch.Tensor, eps: float, plus_one: bool, into: str | Rows
+        self,
+        x: Rows,
+        residual: Rows | None,
+        weight: torch.Tensor,
+        eps: float,
+        plus_one: bool,
+        into: str | Rows,
+        gate: Rows | None = None,
+        activation: GateActivation = "silu",
     ) -> Rows:
         n = weight.shape[0]
         if weight.ndim != 1 or weight.dtype != self._dtype or not weight.is_contiguous() or x.width % n != 0:
@@ -342,11 +423,14 @@ class Program:
             n=n,
             row_stride=x.stride,
             column_stride=n,
+            gate_row_stride=0 if gate is None else gate.stride,
+            gate_column_stride=n,
             eps=eps,
             plus_one=plus_one,
+            has_sigmoid_gate=activation == "sigmoid",
         )
         self._kept.append(weight)
-        self._record(OperationKind.NORM, x, Call(norm=call), out=out, second=residual, third=residual)
+        self._record(OperationKind.NORM, x, Call(norm=call), out=out, operands=(residual, residual, gate))
         return out
 
     def _record(
@@ -356,16 +440,22 @@ class Program:
         call: Call,
         *,
         out: Rows | None = None,
-        second: Rows | None = None,
-        third: Rows | None = None,
+        operands: Sequence[Rows | None] = (),
         group: int = 0,
         product: int = -1,
     ) -> None:
+        """`operands`: the second to the fifth, as far as there are any (csrc/program.c)."""
         of = x if out is None else out
-        others = (x, second, third) if kind is OperationKind.LINEAR else (x, out, second, third)
-        if any(rows is not None and rows.dtype != self._dtype for rows in others):
-            raise KernelArgumentError("into", f"and all operands must be {self._dtype}; only products can be float32")
-        places = [self._place(rows) for rows in (x, out, second, third)]
+        # A recurrence has checked its decays and betas, which are float32.
+        same = [x, *(operands[:2] if kind is OperationKind.RECUR else operands)]
+        if kind not in (OperationKind.LINEAR, OperationKind.GATE):
+            same.append(out)
+        if any(rows is not None and rows.dtype != self._dtype for rows in same):
+            raise KernelArgumentError(
+                "into", f"and all operands must be {self._dtype}; only products and gates can be float32"
+            )
+        places = [self._place(rows) for rows in (x, out, *operands, *[None] * (4 - len(operands)))]
+        second = operands[0] if operands else None
         stride = 0 if second is None else second.stride
         self._recorded.append(Operation(kind, of is not None and of.sampled, group, product, stride, *places, call))
         self._num_groups = max(self._num_groups, group + 1)
@@ -385,6 +475,8 @@ class Program:
         for tables in layout.block_tables:
             require_requests(layout.query_start, layout.seq_lens, tables)
         require_requests(layout.sample_start, layout.seq_lens, layout.block_tables[0])
+        if layout.kept_lens is not None:
+            require_kept_lens(layout.kept_lens, layout.seq_lens)
         num_rows = layout.slots[0].shape[0]
         if min(len(layout.slots), len(layout.block_tables)) < self._num_groups:
             raise KernelArgumentError("slots", f"and block tables are needed for {self._num_groups} groups of layers")

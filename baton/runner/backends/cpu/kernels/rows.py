@@ -1,11 +1,18 @@
-"""Kernels that treat each row alone: root mean square norms and rotary position embeddings."""
+"""Kernels that treat each row alone: root mean square norms, gates and rotary position embeddings."""
 
 from __future__ import annotations
 
+import ctypes
+from typing import Literal
+
 import torch
 
+from baton.runner.backends.cpu.kernels.call_structs import GateCall, NormCall
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
+
+GateFunction = Literal["softplus", "sigmoid"]
+GateActivation = Literal["silu", "sigmoid"]
 
 
 def rms_norm(
@@ -82,6 +89,84 @@ def _norm(
         )
     )
     return out
+
+
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: GateActivation, *, threads: int
+) -> torch.Tensor:
+    """The root mean square norm of x [rows, heads, n], times weight [n] and activation(gate), of x's shape: contiguous.
+
+    Computed in float32 and rounded once. Each row of x and gate is contiguous, with gaps between rows allowed. Raises
+    KernelArgumentError for tensors that don't fit.
+    """
+    for name, rows in (("x", x), ("gate", gate)):
+        if rows.ndim != 3 or rows.dtype not in DTYPES or not rows.is_cpu:
+            raise KernelArgumentError(
+                name, f"must be [rows, heads, n] of float32 or bfloat16 on the CPU, is {rows.dtype}"
+            )
+        if (rows.stride(2) != 1 and rows.shape[2] > 1) or (rows.stride(1) != rows.shape[2] and rows.shape[1] > 1):
+            raise KernelArgumentError(name, "has rows that are not contiguous")
+    num_rows, heads, n = x.shape
+    if gate.shape != x.shape or gate.dtype != x.dtype:
+        raise KernelArgumentError("gate", f"must be {tuple(x.shape)} {x.dtype}")
+    if weight.shape != (n,) or weight.dtype != x.dtype or not weight.is_contiguous() or not weight.is_cpu:
+        raise KernelArgumentError("weight", f"must be [{n}] {x.dtype}, contiguous, on the CPU")
+    out = x.new_empty(x.shape)
+    call = NormCall(
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        out=out.data_ptr(),
+        gate=gate.data_ptr(),
+        rows=num_rows,
+        columns=heads,
+        n=n,
+        row_stride=x.stride(0),
+        column_stride=n,
+        gate_row_stride=gate.stride(0),
+        gate_column_stride=n,
+        eps=eps,
+        has_sigmoid_gate=activation == "sigmoid",
+    )
+    lib = library()
+    check_status(lib.gated_norm(lib.isa, DTYPES[x.dtype], ctypes.byref(call), threads))
+    return out
+
+
+def gate(
+    x: torch.Tensor, function: GateFunction, bias: torch.Tensor | None, factor: torch.Tensor | None, *, threads: int
+) -> torch.Tensor:
+    """The gates factor * function(x + bias) of x [rows, n], with bias and factor of float32 [n]: float32 [rows, n].
+
+    Each row of x is contiguous. Raises KernelArgumentError for tensors that don't fit.
+    """
+    if x.ndim != 2 or x.dtype not in DTYPES or not x.is_cpu:
+        raise KernelArgumentError("x", f"must be [rows, n] of float32 or bfloat16 on the CPU, is {x.dtype}")
+    rows, n = x.shape
+    if n > 1 and x.stride(1) != 1:
+        raise KernelArgumentError("x", "has rows that are not contiguous")
+    call = gate_structure(n, function, bias, factor)
+    out = torch.empty(rows, n)
+    call.x, call.out, call.rows, call.x_stride, call.out_stride = x.data_ptr(), out.data_ptr(), rows, x.stride(0), n
+    lib = library()
+    check_status(lib.gate(lib.isa, DTYPES[x.dtype], ctypes.byref(call), threads))
+    return out
+
+
+def gate_structure(n: int, function: GateFunction, bias: torch.Tensor | None, factor: torch.Tensor | None) -> GateCall:
+    """The kernel's arguments for n gates, without those of a step."""
+    for name, of_gates in (("bias", bias), ("factor", factor)):
+        if of_gates is None:
+            continue
+        if of_gates.shape != (n,) or of_gates.dtype != torch.float32 or not of_gates.is_contiguous():
+            raise KernelArgumentError(name, f"must be [{n}] torch.float32, contiguous, is {tuple(of_gates.shape)}")
+        if not of_gates.is_cpu:
+            raise KernelArgumentError(name, "must be on the CPU")
+    return GateCall(
+        bias=None if bias is None else bias.data_ptr(),
+        factor=None if factor is None else factor.data_ptr(),
+        columns=n,
+        is_sigmoid=function == "sigmoid",
+    )
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, threads: int) -> None:

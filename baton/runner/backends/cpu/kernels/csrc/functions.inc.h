@@ -56,6 +56,22 @@ LONG_FUNCTION v16 v_times_sigmoid(v16 x, v16 y) {
     return v_div(x, v_add(v_set1(1.0f), e));
 }
 
+/* ln(1 + e^x), with ln(1 + y) = 2 artanh(y / (2 + y)) for y = e^-|x|; within 2e-7 of itself. The bound is the first argument of
+ * v_max, so that NaN passes. */
+LONG_FUNCTION v16 v_softplus(v16 x) {
+    v16 y = v_exp(v_sub(v_zero(), v_max(x, v_sub(v_zero(), x))));
+    v16 s = v_div(y, v_add(v_set1(2.0f), y)), square = v_mul(s, s);
+    v16 p = v_set1(2.0f / 15.0f);
+    p = v_fma(p, square, v_set1(2.0f / 13.0f));
+    p = v_fma(p, square, v_set1(2.0f / 11.0f));
+    p = v_fma(p, square, v_set1(2.0f / 9.0f));
+    p = v_fma(p, square, v_set1(2.0f / 7.0f));
+    p = v_fma(p, square, v_set1(2.0f / 5.0f));
+    p = v_fma(p, square, v_set1(2.0f / 3.0f));
+    p = v_fma(p, square, v_set1(2.0f));
+    return v_fma(p, s, v_max(v_zero(), x));
+}
+
 /* x * (1 + erf(x / sqrt 2)) / 2; Abramowitz and Stegun 7.1.26 */
 LONG_FUNCTION v16 v_gelu(v16 x) {
     v16 z = v_mul(v_max(x, v_sub(v_zero(), x)), v_set1(0.70710678f));

@@ -113,6 +113,13 @@ struct work norm_work(struct norm_call *call, const struct isa *isa, enum dtype 
     return work;
 }
 
+struct work gate_work(struct gate_call *call, const struct isa *isa, enum dtype dtype) {
+    struct work work = {.function = isa->gate[dtype], .job = call};
+    call->rows_per_task = worthwhile(call->columns);
+    if (call->columns > 0) work.n_tasks = (call->rows + call->rows_per_task - 1) / call->rows_per_task;
+    return work;
+}
+
 /* Cut into tasks of so many ranks as adapters.inc.h computes together. */
 enum { SHRINK_RANKS = 8 };
 
@@ -206,5 +213,15 @@ int baton_rotate(int isa, int dtype, void *x, const void *cos, const void *sin, 
     struct rotate_call call = {.x = x, .cos = cos, .sin = sin, .tokens = tokens, .heads = heads, .half = half,
                                .token_stride = token_stride, .head_stride = head_stride, .angle_stride = angle_stride};
     struct work work = rotate_work(&call, isas[isa], (enum dtype)dtype);
+    return run_works(&work, 1, n_threads, NULL);
+}
+
+int baton_gated_norm(int isa, int dtype, struct norm_call *call, int n_threads) {
+    struct work work = norm_work(call, isas[isa], (enum dtype)dtype);
+    return run_works(&work, 1, n_threads, NULL);
+}
+
+int baton_gate(int isa, int dtype, struct gate_call *call, int n_threads) {
+    struct work work = gate_work(call, isas[isa], (enum dtype)dtype);
     return run_works(&work, 1, n_threads, NULL);
 }

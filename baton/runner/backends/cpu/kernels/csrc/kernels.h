@@ -40,6 +40,7 @@ enum status {
     STATUS_RANK_LOST = 7,
     STATUS_WAITING = 8, /* of barrier.c, as the next one */
     STATUS_RANKS_DIFFER = 9,
+    STATUS_NO_STATE = 10,
 };
 
 struct quantized_format;
@@ -125,9 +126,19 @@ struct norm_call {
     void *out; /* contiguous */
     const void *residual; /* added to x first; contiguous, as sum and out are; NULL: nothing is added */
     void *sum;            /* x + residual */
-    size_t rows, columns, n, stride[2], rows_per_task;
+    const void *gate;     /* NULL, or what gates the norm, which is then rounded once; it begins as x, with its own strides */
+    size_t rows, columns, n, stride[2], gate_stride[2], rows_per_task;
     float eps;
-    int plus_one;
+    int plus_one, has_sigmoid_gate; /* has_sigmoid_gate: the gate's sigmoid, instead of its silu */
+};
+
+/* Gates in float32: factor * function(x + bias). */
+struct gate_call {
+    const void *x;              /* [rows, columns]; x_stride: elements from row to row */
+    float *out;                 /* [rows, columns]; out_stride: elements from row to row */
+    const float *bias, *factor; /* [columns] or NULL */
+    size_t rows, columns, x_stride, out_stride, rows_per_task;
+    int is_sigmoid; /* otherwise softplus, ln(1 + e^x) */
 };
 
 struct rotate_call {
@@ -189,6 +200,85 @@ static inline int64_t first_key(const struct attention_call *call, int64_t posit
     return call->window > 0 && position + 1 > call->window ? position + 1 - call->window : 0;
 }
 
+/* The states of one layer, or a part of each, and the rows of a step; baton/runner/backends/state_calls.py has the rules. Offsets and
+ * strides count floats. */
+struct states {
+    float *memory;
+    const int32_t *query_start, *seq_lens, *block_tables;
+    const int32_t *kept_lens; /* NULL: seq_lens */
+    int64_t num_blocks, block_stride, offset, block_size, rows, num_seqs, table_width, table_stride;
+};
+
+/* The first token of a sequence that leaves no trace in its states. */
+static inline int64_t states_end(const struct states *states, int64_t seq) {
+    int64_t length = states->seq_lens[seq];
+    return states->kept_lens != NULL && states->kept_lens[seq] < length ? states->kept_lens[seq] : length;
+}
+
+static inline float *state_of_block(const struct states *states, int64_t seq, int64_t position) {
+    int32_t block = states->block_tables[seq * states->table_stride + position / states->block_size];
+    return block == 0 ? NULL : states->memory + block * states->block_stride + states->offset;
+}
+
+/* The state behind the token before a position; NULL: zero. */
+static inline float *state_before(const struct states *states, int64_t seq, int64_t position) {
+    return position == 0 ? NULL : state_of_block(states, seq, position - 1);
+}
+
+/* Where the state behind the token at a position is written; NULL: nowhere. */
+static inline float *state_after(const struct states *states, int64_t seq, int64_t position) {
+    int64_t end = states_end(states, seq), behind = position + 1;
+    if (behind > end || (behind < end && behind % states->block_size != 0)) return NULL;
+    return state_of_block(states, seq, position);
+}
+
+/* A convolution of each column over tokens. */
+struct convolution_call {
+    struct states states;
+    const void *x;                    /* [rows, columns]; x_stride: elements from row to row */
+    void *out;                        /* [rows, columns]; out_stride: elements from row to row */
+    const float *weight, *bias;       /* [taps, columns], the oldest token's first, and [columns] or NULL */
+    int64_t columns, taps, x_stride, out_stride, columns_per_task;
+    int64_t state_stride; /* numbers from row to row of a state, which may have other columns besides */
+    int has_silu;
+};
+
+/* How many columns of a convolution are computed together, and how many tokens' rows are widened at a time. */
+enum { WINDOW_COLUMNS = 64, WINDOW_TOKENS = 32 };
+
+/* A recurrence of the states [heads, key_dim, value_dim] over tokens. Strides: elements from row to row. */
+struct recurrence_call {
+    struct states states;
+    const void *query, *key; /* [rows, groups, key_dim] */
+    const void *value;       /* [rows, heads, value_dim] */
+    void *out;               /* [rows, heads, value_dim] */
+    const float *decay;      /* [rows, heads], or [rows, heads, key_dim] with decay_per_key */
+    const float *beta;       /* [rows, heads], or NULL: without the delta rule */
+    int64_t query_stride, key_stride, value_stride, out_stride, decay_stride, beta_stride;
+    int64_t heads, groups, key_dim, value_dim;
+    int64_t columns_per_task; /* of a head's value_dim; a multiple of LANES */
+    float scale, norm_eps;    /* norm_eps: only with has_norm */
+    int decay_per_key, has_norm;
+};
+
+/* How many tokens' queries and keys are prepared at a time, for all slices of a task; and the columns of a slice, whose state stays in the
+ * first-level cache while it walks over them. */
+enum { RECURRENCE_TOKENS = 32, TOKENS_AHEAD = 6, SLICE_VECTORS = 4, SLICE_COLUMNS = SLICE_VECTORS * LANES };
+
+static inline size_t padded_lanes(size_t columns) { return (columns + LANES - 1) / LANES * LANES; }
+
+/* Into how many tasks the columns of a head are cut. */
+static inline size_t recurrence_parts(const struct recurrence_call *call) {
+    return ((size_t)call->value_dim + (size_t)call->columns_per_task - 1) / (size_t)call->columns_per_task;
+}
+
+/* Sets some columns of the rows that belong to no sequence to zero. */
+static inline void clear_columns(enum dtype dtype, const struct states *states, void *rows, size_t stride, size_t first, size_t count) {
+    size_t size = dtype == DTYPE_FLOAT32 ? 4 : 2;
+    for (int64_t row = states->query_start[states->num_seqs]; row < states->rows; row++)
+        memset((char *)rows + ((size_t)row * stride + first) * size, 0, count * size);
+}
+
 /* One task of attention: some query tokens of one request and some query heads of one KV head; or one query token and all query
  * heads of several KV heads, whose keys are side by side in the cache. */
 struct attention_task {
@@ -245,6 +335,9 @@ struct isa {
     task_function rms_norm[2];
     task_function rotate[2];
     task_function shrink[2];
+    task_function convolve[2];
+    task_function recur[2];
+    task_function gate[2];
     size_t step_pairs;   /* pairs of k in a step of packed bfloat16 weights */
     size_t linear_rows;  /* rows of x that a vector kernel has in scratch at a time */
     size_t rows_of_sums; /* the most rows of a bfloat16 task, which has the sums of all its rows in scratch */
@@ -304,10 +397,14 @@ struct work linear_work(struct linear_call *call, const struct isa *isa, enum dt
 struct work norm_work(struct norm_call *call, const struct isa *isa, enum dtype dtype);
 /* n_tasks 0: no adapter changes this product. */
 struct work shrink_work(struct shrink_call *call, const struct isa *isa, enum dtype dtype);
+struct work gate_work(struct gate_call *call, const struct isa *isa, enum dtype dtype);
 struct work rotate_work(struct rotate_call *call, const struct isa *isa, enum dtype dtype);
 struct work store_work(struct store_call *call);
 /* Appends one work or, where requests share tiles, two; returns how many. */
 size_t attention_works(const struct attention_job *job, const struct isa *isa, enum dtype dtype, struct work works[2]);
+
+struct work convolution_work(struct convolution_call *call, const struct isa *isa, enum dtype dtype);
+struct work recurrence_work(struct recurrence_call *call, const struct isa *isa, enum dtype dtype, int n_threads);
 
 /* Writes dim numbers to the cache in 8 bits, and their scale. */
 void store_8bit(enum cache_format format, enum dtype dtype, const void *numbers, size_t dim, uint8_t *codes, uint16_t *scale);
@@ -315,6 +412,7 @@ void store_8bit(enum cache_format format, enum dtype dtype, const void *numbers,
 /* Check everything that could make a kernel read or write outside of the tensors. They return an enum status. */
 int check_store(const struct store_call *call);
 int check_attention(const struct attention_call *call);
+int check_states(const struct states *states);
 /* Plans the tasks of a checked call. The caller frees the plan, also after an error. */
 int plan_attention(struct attention_job *job, const struct attention_call *call, int n_threads);
 void free_attention_plan(struct attention_job *job);

@@ -44,9 +44,16 @@ static const struct layout_entry layout[] = {
 
     WHOLE(struct norm_call, "norm_call"),
     FIELD(norm_call, x), FIELD(norm_call, weight), FIELD(norm_call, out), FIELD(norm_call, residual), FIELD(norm_call, sum),
-    FIELD(norm_call, rows), FIELD(norm_call, columns), FIELD(norm_call, n), NAMED(norm_call, stride[0], "row_stride"),
+    FIELD(norm_call, rows), FIELD(norm_call, columns), FIELD(norm_call, n), FIELD(norm_call, gate), NAMED(norm_call, gate_stride[0], "gate_row_stride"),
+    NAMED(norm_call, gate_stride[1], "gate_column_stride"), FIELD(norm_call, has_sigmoid_gate),
+    NAMED(norm_call, stride[0], "row_stride"),
     NAMED(norm_call, stride[1], "column_stride"), FIELD(norm_call, rows_per_task), FIELD(norm_call, eps),
     FIELD(norm_call, plus_one),
+
+    WHOLE(struct gate_call, "gate_call"),
+    FIELD(gate_call, x), FIELD(gate_call, out), FIELD(gate_call, bias), FIELD(gate_call, factor), FIELD(gate_call, rows),
+    FIELD(gate_call, columns), FIELD(gate_call, x_stride), FIELD(gate_call, out_stride), FIELD(gate_call, rows_per_task),
+    FIELD(gate_call, is_sigmoid),
 
     WHOLE(struct rotate_call, "rotate_call"),
     FIELD(rotate_call, x), FIELD(rotate_call, cos), FIELD(rotate_call, sin), FIELD(rotate_call, tokens),
@@ -75,6 +82,27 @@ static const struct layout_entry layout[] = {
     FIELD(attention_call, window), FIELD(attention_call, ahead), FIELD(attention_call, in_chunks), FIELD(attention_call, num_distances),
     FIELD(attention_call, scale), FIELD(attention_call, softcap), FIELD(attention_call, format),
 
+    WHOLE(struct states, "states"),
+    FIELD(states, memory), FIELD(states, query_start), FIELD(states, seq_lens), FIELD(states, block_tables),
+    FIELD(states, kept_lens), FIELD(states, num_blocks), FIELD(states, block_stride), FIELD(states, offset),
+    FIELD(states, block_size), FIELD(states, rows), FIELD(states, num_seqs), FIELD(states, table_width),
+    FIELD(states, table_stride),
+
+    WHOLE(struct convolution_call, "convolution_call"),
+    FIELD(convolution_call, states), FIELD(convolution_call, x), FIELD(convolution_call, out),
+    FIELD(convolution_call, weight), FIELD(convolution_call, bias), FIELD(convolution_call, columns),
+    FIELD(convolution_call, taps), FIELD(convolution_call, x_stride), FIELD(convolution_call, out_stride),
+    FIELD(convolution_call, columns_per_task), FIELD(convolution_call, state_stride), FIELD(convolution_call, has_silu),
+
+    WHOLE(struct recurrence_call, "recurrence_call"),
+    FIELD(recurrence_call, states), FIELD(recurrence_call, query), FIELD(recurrence_call, key),
+    FIELD(recurrence_call, value), FIELD(recurrence_call, out), FIELD(recurrence_call, decay), FIELD(recurrence_call, beta),
+    FIELD(recurrence_call, query_stride), FIELD(recurrence_call, key_stride), FIELD(recurrence_call, value_stride),
+    FIELD(recurrence_call, out_stride), FIELD(recurrence_call, decay_stride), FIELD(recurrence_call, beta_stride),
+    FIELD(recurrence_call, heads), FIELD(recurrence_call, groups), FIELD(recurrence_call, key_dim),
+    FIELD(recurrence_call, value_dim), FIELD(recurrence_call, columns_per_task), FIELD(recurrence_call, scale),
+    FIELD(recurrence_call, norm_eps), FIELD(recurrence_call, decay_per_key), FIELD(recurrence_call, has_norm),
+
     WHOLE(struct take_rows_call, "take_rows_call"),
     FIELD(take_rows_call, x), FIELD(take_rows_call, out), FIELD(take_rows_call, index), FIELD(take_rows_call, rows),
     FIELD(take_rows_call, row_bytes), FIELD(take_rows_call, x_stride),
@@ -90,7 +118,8 @@ static const struct layout_entry layout[] = {
     WHOLE(struct operation, "operation"),
     FIELD(operation, kind), FIELD(operation, which_rows), FIELD(operation, group),
     FIELD(operation, product), FIELD(operation, second_stride), FIELD(operation, x),
-    FIELD(operation, out), FIELD(operation, second), FIELD(operation, third), FIELD(operation, call),
+    FIELD(operation, out), FIELD(operation, second), FIELD(operation, third), FIELD(operation, fourth), FIELD(operation, fifth),
+    FIELD(operation, call),
 
     WHOLE(struct step_group, "step_group"),
     FIELD(step_group, slots), FIELD(step_group, block_tables), FIELD(step_group, table_width),
@@ -98,13 +127,15 @@ static const struct layout_entry layout[] = {
 
     WHOLE(struct step, "step"),
     FIELD(step, buffers), FIELD(step, sampled), FIELD(step, query_start), FIELD(step, sample_start), FIELD(step, seq_lens),
-    FIELD(step, groups), FIELD(step, rows), FIELD(step, num_sampled), FIELD(step, num_seqs), FIELD(step, adapter_slots),
+    FIELD(step, kept_lens), FIELD(step, groups), FIELD(step, rows), FIELD(step, num_sampled), FIELD(step, num_seqs), FIELD(step, adapter_slots),
     FIELD(step, sampled_slots), FIELD(step, adapter_weights), FIELD(step, t), FIELD(step, num_slots), FIELD(step, t_stride),
 
     VALUE("operation_kind", "LINEAR", OP_LINEAR), VALUE("operation_kind", "NORM", OP_NORM),
     VALUE("operation_kind", "ROTATE", OP_ROTATE), VALUE("operation_kind", "STORE_KV", OP_STORE_KV),
     VALUE("operation_kind", "ATTENTION", OP_ATTENTION), VALUE("operation_kind", "TAKE_ROWS", OP_TAKE_ROWS),
     VALUE("operation_kind", "QUANTIZE", OP_QUANTIZE), VALUE("operation_kind", "BARRIER", OP_BARRIER),
+    VALUE("operation_kind", "CONVOLVE", OP_CONVOLVE), VALUE("operation_kind", "RECUR", OP_RECUR),
+    VALUE("operation_kind", "GATE", OP_GATE),
 
     VALUE("cache_format", "AS_IT_IS", CACHE_AS_IT_IS), VALUE("cache_format", "INT8", CACHE_INT8),
     VALUE("cache_format", "E4M3", CACHE_E4M3),

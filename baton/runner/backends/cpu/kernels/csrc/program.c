@@ -8,7 +8,19 @@
 #include <string.h>
 
 /* call_structs.py has the same numbers and structures, and compares them with layout.inc.h. */
-enum operation_kind { OP_LINEAR, OP_NORM, OP_ROTATE, OP_STORE_KV, OP_ATTENTION, OP_TAKE_ROWS, OP_QUANTIZE, OP_BARRIER };
+enum operation_kind {
+    OP_LINEAR,
+    OP_NORM,
+    OP_ROTATE,
+    OP_STORE_KV,
+    OP_ATTENTION,
+    OP_TAKE_ROWS,
+    OP_QUANTIZE,
+    OP_BARRIER,
+    OP_CONVOLVE,
+    OP_RECUR,
+    OP_GATE,
+};
 enum which_rows { ALL_ROWS, SAMPLED_ROWS };
 
 /* Copies row index[i] of x to row i of out; sizes and strides in bytes. */
@@ -34,6 +46,9 @@ union call {
     struct take_rows_call take;
     struct quantize_call quantize;
     struct barrier_call barrier;
+    struct convolution_call convolution;
+    struct recurrence_call recurrence;
+    struct gate_call gate;
 };
 
 /* A place in a buffer of rows: the buffer's number, and an offset in bytes; buffer -1: the operation has no such operand. */
@@ -41,12 +56,13 @@ struct place {
     int64_t buffer, offset;
 };
 
-/* An operation has at most two operands beside x and out: a norm's residual and sum, a rotation's cosines and sines, or the values
- * that are stored with the keys. A product's second operand is x before it is quantized, from which adapters compute. */
+/* Most operations have at most two operands beside x and out: a norm's residual and sum, a rotation's cosines and sines, or the values
+ * that are stored with the keys. A product's second operand is x before it is quantized, from which adapters compute. A recurrence
+ * has four: beside its queries the keys, values, decays and betas. The fourth of a norm is its gate. */
 struct operation {
     int64_t kind, which_rows, group; /* group: of layers, which share block tables and slots */
     int64_t product, second_stride;  /* of a product that adapters may change, its number; -1: none does */
-    struct place x, out, second, third;
+    struct place x, out, second, third, fourth, fifth;
     union call call; /* without the fields that depend on the step */
 };
 
@@ -60,6 +76,7 @@ struct step {
     char *const *buffers;
     const int64_t *sampled; /* [num_sampled]: the indices of the rows that sample */
     const int32_t *query_start, *sample_start, *seq_lens;
+    const int32_t *kept_lens; /* NULL: seq_lens */
     const struct step_group *groups;
     int64_t rows, num_sampled, num_seqs;
     const int32_t *adapter_slots, *sampled_slots;         /* [rows] and [num_sampled]; NULL: no row has an adapter */
@@ -140,6 +157,20 @@ static int prepare_adapters(struct prepared *to, struct work *work, const struct
     return 1;
 }
 
+/* Fills in the rows and blocks of a step; returns an enum status. */
+static int complete_states(struct states *states, const struct operation *op, const struct step *step) {
+    const struct step_group *group = &step->groups[op->group];
+    states->query_start = step->query_start;
+    states->seq_lens = step->seq_lens;
+    states->kept_lens = step->kept_lens;
+    states->num_seqs = step->num_seqs;
+    states->rows = step->rows;
+    states->block_tables = group->block_tables;
+    states->table_width = group->table_width;
+    states->table_stride = group->table_stride;
+    return check_states(states);
+}
+
 /* Completes an operation's call with the fields of the step, and appends its works; an operation has at most MOST_WORKS. */
 enum { MOST_WORKS = 2 };
 static int prepare(struct prepared *to, struct work *works, size_t *n_works, const struct operation *op, const struct step *step,
@@ -163,6 +194,7 @@ static int prepare(struct prepared *to, struct work *works, size_t *n_works, con
         call->norm.out = at(step, op->out);
         call->norm.residual = at(step, op->second);
         call->norm.sum = at(step, op->third);
+        call->norm.gate = at(step, op->fourth);
         call->norm.rows = (size_t)rows;
         *work = norm_work(&call->norm, isa, dtype);
         break;
@@ -210,6 +242,30 @@ static int prepare(struct prepared *to, struct work *works, size_t *n_works, con
         call->quantize.out = at(step, op->out);
         call->quantize.rows = (size_t)rows;
         *work = quantize_work(&call->quantize, isa, dtype);
+        break;
+    case OP_CONVOLVE:
+        call->convolution.x = at(step, op->x);
+        call->convolution.out = at(step, op->out);
+        status = complete_states(&call->convolution.states, op, step);
+        if (status != STATUS_OK) return status;
+        *work = convolution_work(&call->convolution, isa, dtype);
+        break;
+    case OP_RECUR:
+        call->recurrence.query = at(step, op->x);
+        call->recurrence.key = at(step, op->second);
+        call->recurrence.value = at(step, op->third);
+        call->recurrence.decay = at(step, op->fourth);
+        call->recurrence.beta = at(step, op->fifth);
+        call->recurrence.out = at(step, op->out);
+        status = complete_states(&call->recurrence.states, op, step);
+        if (status != STATUS_OK) return status;
+        *work = recurrence_work(&call->recurrence, isa, dtype, n_threads);
+        break;
+    case OP_GATE:
+        call->gate.x = at(step, op->x);
+        call->gate.out = at(step, op->out);
+        call->gate.rows = (size_t)rows;
+        *work = gate_work(&call->gate, isa, dtype);
         break;
     case OP_BARRIER: *work = (struct work){.function = wait_for_ranks, .job = &call->barrier, .n_tasks = 1}; break;
     }

@@ -1,6 +1,6 @@
-/* Kernels that treat each row alone: root mean square norm and rotary positions. Included after functions.inc.h. */
+/* Kernels that treat each row alone: root mean square norm, gates and rotary positions. Included after functions.inc.h. */
 
-INLINE void norm_row(const enum dtype dtype, const struct norm_call *call, size_t from, size_t to) {
+INLINE void norm_row(const enum dtype dtype, const struct norm_call *call, size_t from, size_t gate, size_t to) {
     const size_t n = call->n;
     const void *x = call->x;
     if (call->residual != NULL) {
@@ -24,7 +24,10 @@ INLINE void norm_row(const enum dtype dtype, const struct norm_call *call, size_
         size_t count = lanes_left(i, n);
         v16 normal = v_mul(load_lanes(dtype, x, from + i, count), factor);
         v16 weight = load_lanes(dtype, call->weight, i, count);
-        if (call->plus_one)
+        if (call->gate != NULL) {
+            v16 by = load_lanes(dtype, call->gate, gate + i, count);
+            normal = v_mul(v_mul(normal, weight), v_times_sigmoid(call->has_sigmoid_gate ? v_set1(1.0f) : by, by));
+        } else if (call->plus_one)
             normal = v_mul(normal, v_add(v_set1(1.0f), weight));
         else
             normal = v_mul(v_rounded(dtype, normal), weight);
@@ -36,7 +39,8 @@ INLINE void norm_rows(const enum dtype dtype, const struct norm_call *call, size
     size_t row = task * call->rows_per_task, end = row + call->rows_per_task < call->rows ? row + call->rows_per_task : call->rows;
     for (; row < end; row++)
         for (size_t column = 0; column < call->columns; column++)
-            norm_row(dtype, call, row * call->stride[0] + column * call->stride[1], (row * call->columns + column) * call->n);
+            norm_row(dtype, call, row * call->stride[0] + column * call->stride[1],
+                     row * call->gate_stride[0] + column * call->gate_stride[1], (row * call->columns + column) * call->n);
 }
 
 TARGET static void rms_norm_float32(const void *job, size_t task, void *scratch) {
@@ -46,6 +50,28 @@ TARGET static void rms_norm_float32(const void *job, size_t task, void *scratch)
 TARGET static void rms_norm_bfloat16(const void *job, size_t task, void *scratch) {
     (void)scratch;
     norm_rows(DTYPE_BFLOAT16, job, task);
+}
+
+INLINE void gate_rows(const enum dtype dtype, const struct gate_call *call, size_t task) {
+    size_t row = task * call->rows_per_task, end = row + call->rows_per_task < call->rows ? row + call->rows_per_task : call->rows;
+    for (; row < end; row++)
+        for (size_t i = 0; i < call->columns; i += LANES) {
+            const size_t count = lanes_left(i, call->columns);
+            v16 x = load_lanes(dtype, call->x, row * call->x_stride + i, count);
+            if (call->bias != NULL) x = v_add(x, load_lanes(DTYPE_FLOAT32, call->bias, i, count));
+            x = call->is_sigmoid ? v_times_sigmoid(v_set1(1.0f), x) : v_softplus(x);
+            if (call->factor != NULL) x = v_mul(x, load_lanes(DTYPE_FLOAT32, call->factor, i, count));
+            store_lanes(DTYPE_FLOAT32, call->out, row * call->out_stride + i, count, x);
+        }
+}
+
+TARGET static void gate_float32(const void *job, size_t task, void *scratch) {
+    (void)scratch;
+    gate_rows(DTYPE_FLOAT32, job, task);
+}
+TARGET static void gate_bfloat16(const void *job, size_t task, void *scratch) {
+    (void)scratch;
+    gate_rows(DTYPE_BFLOAT16, job, task);
 }
 
 INLINE void rotate_rows(const enum dtype dtype, const struct rotate_call *call, size_t task) {

@@ -13,6 +13,7 @@ LONGEST_CONTEXT = 1 << 24
 CONTEXT_WITHOUT_POSITIONS = 1 << 18
 """In tokens: what a model is served with whose config.json names no longest sequence, since its states have none. Mamba
 Codestral was tested up to here."""
+TYPES_WITHOUT_POSITIONS = frozenset({"falcon_mamba", "mamba", "mamba2"})
 LARGEST_VOCABULARY = 1 << 27
 """In tokens."""
 AUDIO_RATE = 16_000

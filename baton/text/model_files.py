@@ -11,7 +11,13 @@ from baton.errors import ConfigError
 from baton.messages.sampling import NUMBER_RANGES, SamplingDefaults
 from baton.model_formats.encoder_decoders import EncoderDecoder, read_encoder_decoder
 from baton.model_formats.files import read_object
-from baton.model_formats.limits import LARGEST_VOCABULARY, LONGEST_CONTEXT, longest_context
+from baton.model_formats.limits import (
+    CONTEXT_WITHOUT_POSITIONS,
+    LARGEST_VOCABULARY,
+    LONGEST_CONTEXT,
+    TYPES_WITHOUT_POSITIONS,
+    longest_context,
+)
 from baton.model_formats.special_tokens import read_end_tokens
 
 
@@ -33,8 +39,10 @@ def read_model_files(model_dir: Path) -> ModelFiles:
     text = config.get("text_config") or config
     # A part may lack what transformers has by default, which nodes know: until they have said it, nothing is refused.
     most_tokens, most_words = (LONGEST_CONTEXT, LARGEST_VOCABULARY) if text is not config else (None, None)
+    if config.get("model_type") in TYPES_WITHOUT_POSITIONS:
+        most_tokens = CONTEXT_WITHOUT_POSITIONS
     source = read_encoder_decoder(model_dir, config)
-    longest = ("max_position_embeddings", "n_positions", "n_ctx")
+    longest = ("max_position_embeddings", "n_positions", "n_ctx", "model_max_length")
     return ModelFiles(
         vocab_size=_positive(text, ("vocab_size",), model_dir, most_words),
         max_model_len=(

@@ -345,7 +345,8 @@ def test_gates_equal_those_in_float64(operations: Any, dtype: torch.dtype, funct
 
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 def test_gated_norms_equal_those_in_float64(operations: Any, dtype: torch.dtype, activation: Any) -> None:
-    x, by = randn(13, 3, 37, dtype=dtype), 3 * randn(13, 3, 37, seed=1, dtype=dtype)
+    x, wide_gate = randn(13, 3, 37, dtype=dtype), 3 * randn(13, 7 + 111, seed=1, dtype=dtype)
+    by = wide_gate[:, 7:].view(13, 3, 37)
     weight = randn(37, seed=2, dtype=dtype)
     out = operations.gated_rms_norm(x, by, weight, 1e-5, activation)
     wide, of_gate = x.double(), by.double().sigmoid()

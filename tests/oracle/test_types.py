@@ -275,15 +275,17 @@ def test_scaled_rotary_embeddings(tmp_path: Path, row: str, rope_type: str) -> N
 
 
 def adapted(base: Path) -> str | list[str]:
-    """What an adapter changes: all linear layers, or of a mixture those whose names only attention has."""
+    """What an adapter changes: all linear layers, or of a mixture those whose names only attention has; of types with
+    Mamba's layers those that PEFT takes."""
     model = AutoModelForCausalLM.from_pretrained(base)
     names = [name for name, _ in model.named_parameters()]
-    if not any("expert" in name or "router" in name for name in names):
-        return "all-linear"
     linear = [path for path, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
+    if not any("expert" in name or "router" in name for name in names):
+        projections = {path.rpartition(".")[2] for path in linear} - {"lm_head", "out_proj", "dt_proj"}
+        return sorted(projections) if any("conv1d" in name for name in names) else "all-linear"
     of_attention = {path.rpartition(".")[2] for path in linear if "attn" in path or "attention" in path}
     others = {path.rpartition(".")[2] for path in linear if not ("attn" in path or "attention" in path)}
-    return sorted(of_attention - others)
+    return sorted(of_attention - others) or ["q_proj", "v_proj"]
 
 
 @pytest.mark.parametrize("row", SOME)

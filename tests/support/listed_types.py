@@ -259,6 +259,7 @@ WITH_STATES: Mapping[str, _Fields] = {
         **_LOCAL_EXPERTS,
         **_MAMBA2,
         "shared_intermediate_size": 64,
+        "position_embedding_type": "rope",
         "layer_types": _HYBRID,
     },
     "jamba": {

@@ -24,10 +24,11 @@ class StepLayout:
     """For each group of layers int64 [T]: block * block_size + offset of each row; negative for padding."""
     sample_start: torch.Tensor
     """int32 [B + 1]: like query_start, but counting only the rows that sample, which are one or none a sequence."""
-    kept_lens: torch.Tensor | None = None
-    """int32 [B]: how many of a sequence's tokens the states that are written may cover, drafts left out; None: all."""
     sharing: Sequence[torch.Tensor | None] = ()
     """For each group of layers who shares leading blocks (cuda/shared_splits.py), or None; empty: None for all."""
+    kept_lens: torch.Tensor | None = None
+    """int32 [B]: how many tokens of each sequence the states of layers that keep one may cover, which are all but its
+    drafts (state_calls.py). None: seq_lens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

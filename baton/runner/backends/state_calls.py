@@ -4,7 +4,9 @@ A layer without attention carries what it knows of a sequence in a state of fixe
 the block of the stripe that p belongs to; a block so keeps the state behind the last token of its stripe that was
 computed, and a full one that behind the stripe's last token. A call reads the state behind the token before its first
 row, from the block of that token's stripe; at the begin of a sequence the state is zero. It writes the state to the
-block of each stripe that ends among its rows, and to that of its last row.
+block of each stripe that ends among its rows, and to that of its last row; rows that are drafts do not count. It may
+read and write the same block. Where a table has the null block, 0, nothing is written, since nobody keeps that
+snapshot, and nothing can be read. No sequence of a step reads or writes a block to which another one writes.
 
 States are float32, whatever the dtype of rows. All arithmetic of a row is in one order that depends on nothing but the
 tokens before it: tokens are processed one after the other, so that no bit depends on where chunks end.
@@ -49,7 +51,7 @@ class StateStep:
     """int32 [B]: how many of them the states that are written may cover; the rows behind them (drafts) are computed,
     and no state is written of them."""
     block_tables: torch.Tensor
-    """int32 [B, stripes]: the block of each stripe of a sequence."""
+    """int32 [B, stripes]: the block of each stripe of a sequence. Only those that are read or written must be there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,5 +96,5 @@ class RecurrenceCall:
     scale: float
     norm_eps: float | None
     state: StateView
-    """[H, DK, DV]"""
+    """[H, DK, DV]; DK and DV are at most 512."""
     step: StateStep

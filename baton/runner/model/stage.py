@@ -9,7 +9,7 @@ the first one behind them keeps what this stage has computed.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -161,6 +161,19 @@ class OneStage:
 ONE_STAGE = OneStage()
 
 
+class AsReturned(torch.Tensor):
+    """The rows [1, T, hidden size] that a layer returns, alone or in a tuple, of which some loops take the first."""
+
+    # Computed with, they are rows as any others.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor) if type(index) is int and index == 0 else super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[torch.Tensor | None]:
+        return iter((self[0], None))
+
+
 class OtherLayer(nn.Module):
     """Stands for a layer of another stage."""
 
@@ -171,7 +184,7 @@ class OtherLayer(nn.Module):
                 setattr(self, name, value)
 
     def forward(self, hidden: torch.Tensor, *_arguments: Any, **_keywords: Any) -> torch.Tensor:
-        return hidden
+        return hidden.as_subclass(AsReturned)
 
 
 class ReceivedRows(OtherLayer):
@@ -182,7 +195,7 @@ class ReceivedRows(OtherLayer):
         self.rows = torch.empty(0)
 
     def forward(self, hidden: torch.Tensor, *_arguments: Any, **_keywords: Any) -> torch.Tensor:
-        return self.rows.unsqueeze(0)
+        return self.rows.unsqueeze(0).as_subclass(AsReturned)
 
 
 class KeptRows(OtherLayer):
@@ -194,7 +207,7 @@ class KeptRows(OtherLayer):
 
     def forward(self, hidden: torch.Tensor, *_arguments: Any, **_keywords: Any) -> torch.Tensor:
         self.rows = hidden[0]
-        return hidden
+        return hidden.as_subclass(AsReturned)
 
 
 class NoEmbedding(nn.Module):

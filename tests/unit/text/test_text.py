@@ -20,6 +20,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 
 from baton.errors import ConfigError
 from baton.messages.generation import ReasoningBegin
+from baton.model_formats.limits import CONTEXT_WITHOUT_POSITIONS
 from baton.text.detokenizer import WindowDetokenizer
 from baton.text.ends import StopStrings
 from baton.text.model_files import read_model_files
@@ -312,9 +313,12 @@ def test_the_facts_of_a_model_are_read_from_its_files(tmp_path: Path) -> None:
         ({"rope_scaling": {**yarn, "type": "linear"}}, 64),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 64),
         ({"text_config": {"vocab_size": 9, "max_position_embeddings": 64, "rope_parameters": yarn}}, 128),
+        ({"n_positions": None, "model_max_length": 96}, 96),
     ):
         (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9, "n_positions": 64, **changes}))
         assert read_model_files(tmp_path).max_model_len == longest
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9, "model_type": "mamba2"}))
+    assert read_model_files(tmp_path).max_model_len == CONTEXT_WITHOUT_POSITIONS
     for depth in (200, 100_000):
         (tmp_path / "config.json").write_text('{"x": ' * depth + "0" + "}" * depth)
         with pytest.raises(ConfigError, match=r"config\.json (is nested more than 100 deep|can't be read as JSON)"):

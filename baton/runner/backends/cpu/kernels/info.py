@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import typing
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -13,7 +14,14 @@ from baton.runner.backends.cpu.kernel_file import KernelsUnavailable
 from baton.runner.backends.cpu.kernels.attention import SCALE_BYTES, paged_attention, store_kv
 from baton.runner.backends.cpu.kernels.library import CACHE_FORMATS, isa_name, library
 from baton.runner.backends.cpu.kernels.product import Activation
-from baton.runner.backends.cpu.kernels.rows import rms_norm, rotate
+from baton.runner.backends.cpu.kernels.rows import (
+    GateActivation,
+    GateFunction,
+    gate,
+    gated_rms_norm,
+    rms_norm,
+    rotate,
+)
 from baton.runner.backends.cpu.kernels.states import convolve, recur
 from baton.runner.backends.cpu.kernels.weights import gated_linear, linear, pack, pack_gated
 from baton.runner.backends.paged_cache import CacheView
@@ -133,7 +141,7 @@ def _float8_probe(dtype: torch.dtype) -> torch.Tensor:
 
 
 def _states_probe(dtype: torch.dtype) -> torch.Tensor:
-    """A convolution and recurrences with both kinds of decay, and the states behind them."""
+    """A convolution and recurrences with both kinds of decay, the states behind them, gates and gated norms."""
     rows, heads, key_dim, value_dim = 40, 2, 24, 40
     lengths = torch.tensor([rows], dtype=torch.int32)
     step = StateStep(torch.tensor([0, rows], dtype=torch.int32), lengths, lengths, torch.ones(1, 1, dtype=torch.int32))
@@ -156,6 +164,10 @@ def _states_probe(dtype: torch.dtype) -> torch.Tensor:
             step=step,
         )
         parts += [recur(call, threads=1), memory.clone()]
+    bias, functions = weight[:, 0].contiguous(), typing.get_args(GateFunction)
+    parts += [gate(x, function, bias, None, threads=1) for function in functions]
+    heads_of_x, activations = x.view(rows, 2, 35), typing.get_args(GateActivation)
+    parts += [gated_rms_norm(heads_of_x, heads_of_x, x[0, :35], 1e-6, by, threads=1) for by in activations]
     return torch.cat([part.float().flatten() for part in parts])
 
 

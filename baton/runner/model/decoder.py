@@ -38,7 +38,7 @@ from baton.runner.model.loop.steps import (
     needed_steps,
     operations_of,
 )
-from baton.runner.model.loop.trace import LoopTrace, NotAPlainDecoder
+from baton.runner.model.loop.trace import LoopTrace, NotAPlainDecoder, same_bits
 from baton.runner.model.stage import NoHead
 
 
@@ -91,6 +91,9 @@ class ModelOutput(NamedTuple):
     logits: torch.Tensor
     """The output of the head: float32 [rows, vocabulary], whatever the dtype of the layers; [rows, 0] without a
     head."""
+
+    def has_bits_of(self, other: ModelOutput) -> bool:
+        return same_bits(self.logits, other.logits) and same_bits(self.hidden, other.hidden)
 
 
 class _Wanted(NamedTuple):
@@ -185,6 +188,20 @@ class Decoder:
         if num_logits is not None:
             self._adapters.rows.keep_first(num_logits)
         return ModelOutput(hidden, self._map_logits(self._head.rows(hidden[:num_logits])))
+
+    def require_bits(
+        self,
+        expected: ModelOutput,
+        token_ids: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        logits_rows: torch.Tensor,
+        received: torch.Tensor | None,
+    ) -> None:
+        """Raise NotAPlainDecoder if a step, as in `compute`, has other bits than transformers' loop gave."""
+        output = self.compute(token_ids, positions, logits_rows, False, received)
+        is_hidden_same = self._head is not None or same_bits(expected.hidden, output.hidden)
+        if not is_hidden_same or not same_bits(expected.logits, output.logits):
+            raise NotAPlainDecoder("its logits are not those of transformers' loop, bit for bit")
 
     def embedded(
         self,

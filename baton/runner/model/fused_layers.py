@@ -74,6 +74,11 @@ class FusedNorm(nn.Module):
         self._add_compute = operations.add_rms_norm
 
     @property
+    def weight(self) -> torch.Tensor:
+        """What layers behind the norm ask for the dtype of their rows."""
+        return self.rms_weight
+
+    @property
     def width(self) -> int:
         """N."""
         return self.rms_weight.shape[0]

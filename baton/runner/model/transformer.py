@@ -44,7 +44,7 @@ from baton.runner.model.decoder import (
 )
 from baton.runner.model.layers import ProductWatch, RowMatrices, head_of, replace_products
 from baton.runner.model.long_angles import LongAngles, replace_rotary
-from baton.runner.model.loop.trace import LoopTrace, NotAPlainDecoder, same_bits
+from baton.runner.model.loop.trace import LoopTrace, NotAPlainDecoder
 from baton.runner.model.recognition import fuse
 from baton.runner.model.row_positions import TokensBefore, apart, has_grids
 from baton.runner.model.stage import (
@@ -378,35 +378,28 @@ class Transformer(CachedModel):
         return token_ids, positions, torch.arange(rows.size, device=self.device)
 
     def _own_loop(self, dtype: torch.dtype) -> Decoder | None:
-        """Baton's loop over the layers, if the model has the right parts and transformers' loop gives the same bits."""
+        """Baton's loop over the layers, if transformers' loop can be followed and gives the same bits."""
         echo = EchoAttention()
         bind(self._module, echo, self._operations.ranks)
-        trace = LoopTrace(self._module, echo)
         token_ids, places, rows = self._probe_rows()
         received = self._probe_received(rows.shape[0])
         try:
             if self._row_matrices is not None:
                 raise NotAPlainDecoder("it multiplies rows with matrices of their own")
-            with trace.watched(), torch.inference_mode():
-                expected = self._forward(token_ids, places, rows, received)
-            trace.end(expected.logits)
-            decoder = Decoder(
-                self._module, trace, dtype, self.device, self.row_quantum, self.adapters, self.max_model_len
-            )
+            with torch.inference_mode():
+                trace, expected = LoopTrace.of(
+                    self._module, echo, lambda: self._forward(token_ids, places, rows, received)
+                )
+                decoder = Decoder(
+                    self._module, trace, dtype, self.device, self.row_quantum, self.adapters, self.max_model_len
+                )
+                for at in (places, apart(places)) if has_grids(self._module.config) else (places,):
+                    theirs = expected if at is places else self._forward(token_ids, at, rows, received)
+                    decoder.require_bits(theirs, token_ids, at, rows, received)
+            return decoder
         except NotAPlainDecoder as reason:
             self.why_no_own_loop = "; ".join(filter(None, (str(reason), self._why_not_recognised)))
             return None
-        for positions in (places, apart(places)) if has_grids(self._module.config) else (places,):
-            with torch.inference_mode():
-                if positions is not places:
-                    expected = self._forward(token_ids, positions, rows, received)
-                output = decoder.compute(token_ids, positions, rows, False, received)
-            if not same_bits(expected.logits, output.logits) or not (
-                self.stage.is_last or same_bits(expected.hidden, output.hidden)
-            ):
-                self.why_no_own_loop = "its logits are not those of transformers' loop, bit for bit"
-                return None
-        return decoder
 
     def _probe_tokens_before(self) -> TokensBefore | None:
         """What tells layers the positions of their rows, if they ask for it."""
@@ -432,7 +425,7 @@ class Transformer(CachedModel):
             others = torch.ones_like(self._module.get_input_embeddings()(self._tensor(token_ids)))
             expected = self._forward(token_ids, places, rows, received)
             out = self._forward(np.zeros_like(token_ids), places, rows, received, GivenRows(rows, others))
-        if not (same_bits(expected.logits, out.logits) and same_bits(expected.hidden, out.hidden)):
+        if not expected.has_bits_of(out):
             raise needs_more_than_rows(architecture)
 
     def _probe_given_rows(self) -> tuple[int, str]:
@@ -452,7 +445,7 @@ class Transformer(CachedModel):
                 return own.shape[1], ""
             expected = self._forward(token_ids, places, rows)
             out = self._forward(np.zeros_like(token_ids), places, rows, given=GivenRows(rows, own))
-        if same_bits(expected.logits, out.logits) and same_bits(expected.hidden, out.hidden):
+        if expected.has_bits_of(out):
             return own.shape[1], ""
         return 0, "its layers look at token ids beside their embedding"
 

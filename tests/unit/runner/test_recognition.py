@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import structlog
@@ -175,24 +175,13 @@ def test_experts_of_older_releases_are_found(tmp_path: Path, monkeypatch: pytest
     assert fused(runner) == fused(expected)
 
 
-def given_other_rows_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let MLPs count their calls, so that no two loops over the layers give the same bits."""
-    from transformers.models.llama import modeling_llama
-
-    def counting(self: Any, x: torch.Tensor) -> torch.Tensor:
-        self.count = getattr(self, "count", 0) + 1
-        return cast(torch.Tensor, original(self, x) * (1 + self.count * 2e-6))
-
-    original = modeling_llama.LlamaMLP.forward
-    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", counting)
-
-
 def test_a_loop_that_computes_something_else_stays_with_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given_other_rows_each_time(monkeypatch)
-    runner = loaded(tmp_path, hidden_act="sigmoid")
-    assert fused(runner) == (3, 0, 7)
+    original = RotaryTable._stacked
+    monkeypatch.setattr(RotaryTable, "_stacked", lambda self, angles: -original(self, angles))
+    runner = loaded(tmp_path)
+    assert fused(runner) == (3, 3, 7)
     assert not runner._transformer.has_own_loop
     assert "its logits are not those of transformers' loop" in runner._transformer.why_no_own_loop
 
@@ -228,7 +217,7 @@ def test_a_model_on_the_fastest_path_says_so(tmp_path: Path) -> None:
     [
         ("deepseek_v3", {}, "self_attn of DeepseekV3DecoderLayer is a DeepseekV3Attention, no FusedAttention"),
         ("llama", {"hidden_act": "sigmoid"}, ""),
-        ("gpt2", {}, "takes rows that are no sum of those before them"),
+        ("gpt2", {}, "wpe of GPT2Model gives rows that depend on each other"),
     ],
 )
 def test_a_slower_decoder_is_named_with_its_reason(

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import permutations, product
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -61,6 +61,14 @@ class LogitsMap:
         return torch.tanh(logits / self.number) * self.number
 
 
+class _HasLogits(Protocol):
+    @property
+    def logits(self) -> torch.Tensor: ...
+
+
+_Output = TypeVar("_Output", bound=_HasLogits)
+
+
 class _Rotation(NamedTuple):
     """What a call of a rotary module gave."""
 
@@ -98,11 +106,23 @@ class LoopTrace:
         """The number of the oldest rows in a sum; of other rows their own."""
         self._count = 0
         self._rotations: list[_Rotation] = []
-        self._num_attended = 0
+        self._num_mixed = 0
         self._is_done = False
         self._is_asking = False
         """Whether the call that is seen is one that this has made."""
         self._head_rows: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, module: Any, echo: EchoAttention, call: Callable[[], _Output]) -> tuple[LoopTrace, _Output]:
+        """What a call of the module showed, and what it gave, whose logits are [T, vocabulary]. `echo`: its attention.
+
+        Raises NotAPlainDecoder.
+        """
+        trace = cls(module, echo)
+        with trace.watched():
+            output = call()
+        trace.end(output.logits)
+        return trace, output
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -169,8 +189,13 @@ class LoopTrace:
         self._oldest[number] = number
         return number
 
+    @property
+    def _num_seen(self) -> int:
+        """How many times layers have asked for attention or a state."""
+        return len(self._echo.seen) + self._echo.states.num_seen
+
     def _entered(self, _part: nn.Module, _args: Any, _kwargs: Any) -> None:
-        self._num_attended = len(self._echo.seen)
+        self._num_mixed = self._num_seen
 
     def _left_rotary(self, part: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         rotary = part.rotary if isinstance(part, LongAngles) else part
@@ -193,7 +218,7 @@ class LoopTrace:
         if gives.dtype != self.dtype:
             raise NotAPlainDecoder(f"{name} gives {gives.dtype}, and the embedding {self.dtype}")
         is_mixer = isinstance(part, Mixer)
-        if not is_mixer and len(self._echo.seen) > self._num_attended:
+        if not is_mixer and self._num_seen > self._num_mixed:
             raise NotAPlainDecoder(f"{name} is a {type(part).__name__}, no FusedAttention")
         if not is_mixer and num_given > 1:
             raise NotAPlainDecoder(f"{name} takes more than rows")

@@ -184,12 +184,18 @@ class ProbeStates:
 class EchoStates:
     """Computes each row as the first one of a sequence: for comparing two modules."""
 
+    def __init__(self) -> None:
+        self.num_seen = 0
+        """How many times layers have asked."""
+
     def convolve(self, layer: int, rows: torch.Tensor, by: Convolution) -> torch.Tensor:
+        self.num_seen += 1
         out = rows.float() * by.weight[:, -1].float()
         out = out if by.bias is None else out + by.bias.float()
         return (functional.silu(out) if by.activation else out).to(rows.dtype)
 
     def recur(self, layer: int, rows: RecurrentRows) -> torch.Tensor:
+        self.num_seen += 1
         value = rows.value.float()
         alike = (rows.query.float() * rows.key.float()).sum(-1, keepdim=True) * rows.scale
         alike = alike.repeat_interleave(value.shape[1] // alike.shape[1], dim=1)

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from baton.runner.model.fused_layers import FusedNorm
 from baton.runner.model.states.keepers import Convolution, KeepStates, RecurrentRows, UnsupportedState
 
 _NORM_EPS = 1e-6
@@ -27,9 +26,6 @@ _NORM_EPS = 1e-6
 def keep_states_in_cache(module: nn.Module) -> None:
     """Make every layer of a model that keeps a state ask its `baton_attend` for it, which `bind` sets."""
     for part in module.modules():
-        if isinstance(part, FusedNorm):
-            # Layers ask the norm before them for the dtype of its weight.
-            object.__setattr__(part, "weight", part.rms_weight)
         if getattr(part, "layer_idx", None) is None:
             continue
         for name, method, names in _stateful_methods(type(part)):

@@ -109,6 +109,7 @@ class DecoderSteps(Transformer):
         self.max_model_len = self._shape.max_model_len
         self.long_sequences = None
         self._distance_bias = distance_bias
+        self._layers_of_entries = [*range(self._num_layers)]
         self.allocate_cache(cache.blocks(self.layout.block_bytes))
         self.missed_products = self._find_missed_products()
 

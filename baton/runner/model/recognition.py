@@ -57,6 +57,8 @@ _PLAIN_MLP_NAMES = (("up_proj", "down_proj"), ("c_fc", "c_proj"), ("fc1", "fc2")
 _OF_LAYER_NORMS = ({"weight"}, {"weight", "bias"})
 _PROJECTION_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _OUT_NAMES = (("o_proj",), ("out_proj",), ("dense",))
+_TAKEN_BY_OTHERS = {"key_value_states", "encoder_hidden_states"}
+"""What attention to another text is given."""
 _GATE_NAMES = (("gate_proj",), ("g_proj",))
 _HEAD_NORM_NAMES = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
 """What models call the parts of attention; what the parts compute is found out."""
@@ -237,7 +239,7 @@ def _fused_attention(
         raise _NotRecognised("its rotary angles have several dtypes")
     why, is_called = "it takes no rotary angles", False
     angle_dtype = next(iter(angle_dtypes), x.dtype)
-    for width, layout in product(widths, _LAYOUTS):
+    for width, layout in product(widths or [0], _LAYOUTS):
         angles = _angles(width, layout, generator)
         cos, sin = (part.to(x.device, angle_dtype) for part in (angles.cos(), angles.sin()))
         try:
@@ -275,9 +277,9 @@ def _attention_weights(child: Any) -> AttentionWeights | None:
     projections = _linears(child, _PROJECTION_NAMES)
     if out is None or projections is None:
         return None
-    if "position_embeddings" not in inspect.signature(type(child).forward).parameters:
-        # It may be of any kind: attention to another text, for instance.
-        raise _NotRecognised("it takes no rotary angles")
+    taken = inspect.signature(type(child).forward).parameters
+    if _TAKEN_BY_OTHERS & taken.keys():
+        raise _NotRecognised("it takes other arguments than rows and rotary angles")
     gate = next(iter((_linears(child, _GATE_NAMES) or {}).items()), None)
     return AttentionWeights(projections, next(iter(out.items())), gate)
 
@@ -306,7 +308,10 @@ def _echoed(
     """What a module passes to attention for the rows x [1, T, K], and what it computes of the echo."""
     echo = EchoAttention()
     object.__setattr__(child, "baton_attend", echo)
-    return echo, child(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)[0]
+    # Layers without any rotation hand on to attention what they don't know.
+    takes_angles = "position_embeddings" in inspect.signature(type(child).forward).parameters
+    angles = {"position_embeddings": (cos, sin)} if takes_angles else {}
+    return echo, child(hidden_states=x, attention_mask=None, **angles)[0]
 
 
 def _head_norms(child: Any, heads: tuple[int, int, int]) -> tuple[AnyNorm | None, AnyNorm | None]:

@@ -129,6 +129,14 @@ def test_norms_around_the_mean_and_mlps_without_a_gate_are_found(
     assert up_and_down < {module.rpartition(".")[2] for module in runner._transformer.adapters.modules}
 
 
+@pytest.mark.parametrize("name", ["jamba", "nemotron_h"])
+def test_attention_without_any_rotation_is_found(tmp_path: Path, name: str) -> None:
+    write_varied_model(tmp_path, LISTED_TYPES[name], seed=1)
+    runner = load_with(tmp_path, num_blocks=64)
+    assert runner.model.bit_exact
+    assert fused(runner)[0] > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gates_among_the_queries_are_found(dtype: torch.dtype) -> None:
     """Qwen3-Next's attention: each head's gate follows its query, and a quarter of the columns are rotated."""

@@ -335,11 +335,7 @@ class LoadedDraftModel:
         `drafted_for` and `model`: the other model, whose requests end with its own tokens.
         """
         layout = drafted_for.layout
-        if layout.block_size != self.transformer.layout.block_size:
-            raise ConfigError(
-                f"the model keeps states in blocks of {layout.block_size} tokens, and with a draft model a node does "
-                f"not choose that itself: give it --block-size {layout.block_size}"
-            )
+        self.transformer.take_block_size(layout.block_size)
         self.transformer.allocate_cache(drafted_for.num_blocks + self.num_scratch_blocks)
         return DraftModel(
             self.transformer,

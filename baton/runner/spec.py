@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +35,10 @@ class CacheSpec:
     """How many such blocks more the draft model has."""
     is_of_all_stages: bool = False
     """Whether all stages together have `cache_bytes`, since they share a host's memory; otherwise each has as many."""
+
+    def of_larger_blocks(self, factor: int) -> CacheSpec:
+        """The same size for blocks of so many times as many tokens, those of the draft model among them."""
+        return replace(self, block_bytes_beside=factor * self.block_bytes_beside)
 
     def blocks(self, block_bytes: int) -> int:
         """The number of blocks; raises ConfigError for fewer than two (the first one is the null block)."""

@@ -26,6 +26,7 @@ from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
 from tests.doubles.fake_grammar import FakeMatcher
+from tests.support.listed_types import LISTED_TYPES
 from tests.support.tiny_models import TINY_MODELS
 
 LENGTH = 28
@@ -148,7 +149,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], 
     @cache
     def written(kind: str, seed: int) -> Path:
         directory = tmp_path_factory.mktemp("model")
-        write_random_model(directory, TINY_MODELS[kind], seed)
+        write_random_model(directory, LISTED_TYPES[kind], seed)
         return directory
 
     return written
@@ -177,6 +178,9 @@ def plain_results(model_dir: Callable[[str, int], Path]) -> Callable[[str, str],
         # Each model in one dtype; in both where keys are in one group, in several, and wider than values.
         *((kind, DTYPES[place % 2]) for place, kind in enumerate(TINY_MODELS)),
         *((kind, DTYPES[1 - place % 2]) for place, kind in enumerate(TINY_MODELS) if kind in IN_BOTH),
+        # Their states can't be taken back.
+        ("lfm2", "bfloat16"),
+        ("qwen3_5_text", "float32"),
     ],
 )
 def test_speculation_changes_no_bit(
@@ -218,6 +222,7 @@ def test_speculation_changes_no_bit(
         ("gemma3_text", "float32", "another"),
         ("deepseek_v3", "float32", "the same"),
         ("gpt_oss", "bfloat16", "another"),
+        ("qwen3_5_text", "bfloat16", "another"),
     ],
 )
 def test_a_draft_model_changes_no_bit(

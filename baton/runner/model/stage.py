@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -37,6 +37,13 @@ class LayerReport:
     """What it has in the cache: keys, a state, keys and then a state, or nothing. Each is a layer of the layout."""
     window: int | None
     """Of its keys."""
+
+
+class OutputWidths(NamedTuple):
+    """The widths of what a stage computes of a step."""
+
+    hidden: int
+    logits: int
 
 
 @dataclass(frozen=True, slots=True)

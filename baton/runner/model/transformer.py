@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +51,7 @@ from baton.runner.model.row_positions import TokensBefore, apart, has_grids
 from baton.runner.model.stage import (
     ONE_STAGE,
     LayerReport,
+    OutputWidths,
     StageModule,
     StageReport,
     Stages,
@@ -67,13 +69,6 @@ from baton.runner.model.weights import LoadedModel
 from baton.runner.spec import CacheSpec
 
 _PROBE_ROWS = 8
-
-
-class _Widths(NamedTuple):
-    """The widths of what this stage computes of a step."""
-
-    hidden: int
-    logits: int
 
 
 class Transformer(CachedModel):
@@ -178,7 +173,13 @@ class Transformer(CachedModel):
         else:
             self.cache_layout = self.layout
         if cache is not None:
-            self.allocate_cache(cache.blocks(self.counted_block_bytes))
+            self.allocate_cache(
+                cache.of_larger_blocks(self.layout.block_size // block_size).blocks(self.counted_block_bytes)
+            )
+
+    def take_block_size(self, block_size: int) -> None:
+        """Let blocks have as many tokens as those of the model that this one drafts for, before they are allocated."""
+        self.layout = self.cache_layout = replace(self.layout, block_size=block_size)
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache; called once. Raises ConfigError when there is no memory for it."""
@@ -359,7 +360,7 @@ class Transformer(CachedModel):
                 f"{architecture} has rows of {output.hidden.shape[1]} {output.hidden.dtype} between its layers, not of "
                 f"{self.width} {self.dtype}: they can't be handed from stage to stage"
             )
-        self._output_widths = _Widths(output.hidden.shape[1], output.logits.shape[1])
+        self._output_widths = OutputWidths(output.hidden.shape[1], output.logits.shape[1])
         return layers_found(architecture, self._module.config, self._part.own_layers, probe), sorted(watch.missed)
 
     def _probe_received(self, num_rows: int) -> torch.Tensor | None:

@@ -6,6 +6,7 @@ import pytest
 
 from baton.engine.core import EngineCore
 from baton.engine.runner import STATE_WINDOW
+from baton.engine.sequences.sequence_group import sequence_id
 from baton.errors import ConfigError
 from baton.messages.node import Leg
 from tests.doubles.fake_runner import FakeRunner
@@ -60,6 +61,15 @@ def test_a_hand_over_has_the_states_behind_the_prompt_and_for_others_those_behin
     num_computed(rig)
     block_ids, _ = rig.connector.leased["p"]
     assert [stripe for stripe, block in enumerate(block_ids[1::2]) if block] == stripes
+
+
+def test_sequences_of_one_prompt_begin_where_its_states_are() -> None:
+    """Behind the prompt's last token, which they compute again, there is no state any more."""
+    rig = rig_with_states()
+    rig.add("r", 11, max_tokens=4, n=3)
+    rig.run()
+    names = [sequence_id("r", index) for index in range(3)]
+    assert [rig.tokens[name] for name in names] == [rig.expected(name, 4) for name in names]
 
 
 def test_other_sequences_of_a_prompt_that_came_from_elsewhere_compute_a_part_of_a_block() -> None:

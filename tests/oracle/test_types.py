@@ -221,10 +221,12 @@ def test_drawn_tokens_depend_on_the_request_alone(tmp_path: Path, row: str) -> N
 
 SOME = list(ROWS) if ALL else ["deepseek_v2"]
 """The rows whose further ways are tried."""
+OF_EACH_KIND = list(ROWS) if ALL else [*SOME, "qwen3_5_text"]
+"""Of these, one with states, too."""
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=["ranks", "stages"])
-@pytest.mark.parametrize("row", SOME)
+@pytest.mark.parametrize("row", OF_EACH_KIND)
 def test_divided_models_give_the_bits_of_one_process(tmp_path: Path, row: str, shape: tuple[int, int]) -> None:
     write_varied_model(tmp_path, ROWS[row], seed=5)
     with loaded(tmp_path, ALONE, dtype="bfloat16", num_blocks=224) as runner:
@@ -309,7 +311,7 @@ def test_adapters_give_the_tokens_of_peft(tmp_path: Path, row: str) -> None:
     assert expected[digest] != expected[""]
 
 
-@pytest.mark.parametrize("row", SOME)
+@pytest.mark.parametrize("row", OF_EACH_KIND)
 async def test_a_pair_of_nodes_and_its_failover_give_the_tokens_of_one(tmp_path: Path, row: str) -> None:
     write_varied_model(tmp_path, ROWS[row], seed=5)
     runner = load(tmp_path, "bfloat16")

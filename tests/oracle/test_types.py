@@ -235,6 +235,8 @@ def test_divided_models_give_the_bits_of_one_process(tmp_path: Path, row: str, s
         with loaded(tmp_path, shape, dtype="bfloat16", num_blocks=224) as runner:
             found = in_chunks(runner, prompts(row), DRAWN, 40)
     except ConfigError as error:
+        if not ALL:
+            raise
         pytest.skip(f"it is refused: {error}")
     assert found == expected
 

@@ -285,7 +285,9 @@ def adapted(base: Path) -> str | list[str]:
     names = [name for name, _ in model.named_parameters()]
     linear = [path for path, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
     if not any("expert" in name or "router" in name for name in names):
-        projections = {path.rpartition(".")[2] for path in linear} - {"lm_head", "out_proj", "dt_proj"}
+        # A number would name layers, too.
+        projections = {name for path in linear if not (name := path.rpartition(".")[2]).isdigit()}
+        projections -= {"lm_head", "out_proj", "dt_proj", "linear"}
         return sorted(projections) if any("conv1d" in name for name in names) else "all-linear"
     of_attention = {path.rpartition(".")[2] for path in linear if "attn" in path or "attention" in path}
     others = {path.rpartition(".")[2] for path in linear if not ("attn" in path or "attention" in path)}

@@ -223,7 +223,6 @@ _WITHOUT_ATTENTION: _Fields = {
     "hidden_size": 64,
     "num_hidden_layers": 3,
     "vocab_size": 256,
-    "residual_in_fp32": False,
 }
 _MAMBA: _Fields = {
     **_WITHOUT_ATTENTION,
@@ -313,6 +312,18 @@ WITH_STATES: Mapping[str, _Fields] = {
         **_EXPERTS,
         "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 64,
+    },
+    "zamba2": {
+        **_PLAIN,
+        "num_key_value_heads": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "mamba_d_state": 16,
+        "mamba_ngroups": 2,
+        "n_mamba_heads": 8,
+        "use_mem_rope": True,
+        "use_shared_attention_adapter": True,
+        "adapter_rank": 8,
+        "chunk_size": 16,
     },
 }
 """The types that have layers with a state."""

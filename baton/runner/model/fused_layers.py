@@ -84,8 +84,9 @@ class FusedNorm(nn.Module):
         return self.rms_weight.shape[0]
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """The norm of x [..., N]."""
-        return self._compute(x, self.rms_weight, self.eps, plus_one=self.plus_one)
+        """The norm of x [..., N], which may be wider than the weight: the residual of mamba2 is float32."""
+        weight = self.rms_weight if x.dtype == self.rms_weight.dtype else self.rms_weight.to(x.dtype)
+        return self._compute(x, weight, self.eps, plus_one=self.plus_one)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum x + residual, and the norm of that sum."""

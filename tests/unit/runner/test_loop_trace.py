@@ -238,6 +238,7 @@ WITHOUT_OWN_LOOP = {
         "qwen3_5_moe_text",
         "qwen3_5_text",
         "qwen3_next",
+        "zamba2",
     ),
     *("gemma3n_text", "llama4_text", "ministral3"),  # rows of each layer, positions in the attention
 }

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from baton.runner.backends.kernel_choice import choose_operations
+from baton.runner.model.fused_layers import FusedNorm
 from baton.runner.model.layers import PackedLinear
 from baton.runner.model.stored.layers import StoredLinear
 from baton.runner.model.weights import load_model
@@ -66,3 +67,22 @@ def test_a_layer_that_its_class_makes_in_float32_stays_so(tmp_path: Path, in_par
     gate, query = (module.get_submodule(f"model.layers.0.{name}") for name in ("mlp.gate.wg", "self_attn.q_proj"))
     assert gate.weight.dtype == torch.float32
     assert isinstance(query, StoredLinear) == in_parts
+
+
+def test_linear_layers_that_share_a_weight_both_hold_it(tmp_path: Path) -> None:
+    """As zamba2's, of which a checkpoint has the weights of one."""
+    prepare(num_threads=1)
+    write_varied_model(tmp_path, LISTED_TYPES["zamba2"], seed=1)
+    module = load_model(tmp_path, WeightSpec(dtype="float32", in_parts=True)).module
+    one, other = (module.get_submodule(f"model.layers.{layer}.shared_transformer.self_attn.q_proj") for layer in (1, 3))
+    assert isinstance(one, StoredLinear)
+    assert isinstance(other, StoredLinear)
+    assert one.stored is other.stored
+
+
+def test_a_norm_takes_rows_that_are_wider_than_its_weight() -> None:
+    """As mamba2's last one, behind a residual in float32."""
+    weight, x = randn(64, dtype=torch.bfloat16), randn(5, 64, seed=3)
+    norm, wide = (FusedNorm(choose_operations(1), of, 1e-5, False) for of in (weight, weight.float()))
+    assert norm(x).dtype == torch.float32
+    assert torch.equal(norm(x), wide(x))

@@ -204,19 +204,25 @@ class _Planner:
                 )
         if stored.packed_bytes is not None and is_linear(part):
             self._plan.linears[path] = stored
+            self._hold_tied_linears(key, stored)
             source = self._ties.get(key)
             if source is not None and source not in self._stored_keys:
                 self._plan.embeddings[source.removesuffix(".weight")] = stored
             return
         if stored.packed_bytes is not None and isinstance(part, nn.Embedding):
-            for target, source in self._ties.items():
-                if source == key and target not in self._stored_keys:
-                    self._plan.linears[target.removesuffix(".weight")] = stored
+            self._hold_tied_linears(key, stored)
             # Embeddings of other types do more than to look rows up.
             if type(part) is nn.Embedding:
                 self._plan.embeddings[path] = stored
                 return
         self._plan.loaded[name] = DequantizedTensor(stored, is_transposed)
+
+    def _hold_tied_linears(self, key: str, stored: StoredWeight) -> None:
+        """Let the linear layers that share a parameter hold its weight, too: a head, or those of zamba2's layers."""
+        for target, source in self._ties.items():
+            path = target.removesuffix(".weight")
+            if source == key and target not in self._stored_keys and is_linear(self._skeleton.get_submodule(path)):
+                self._plan.linears[path] = stored
 
     @property
     def _ties(self) -> Mapping[str, str]:

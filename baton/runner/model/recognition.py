@@ -33,6 +33,8 @@ from baton.runner.model.fused_layers import (
     Rotation,
     rotate_exactly,
 )
+from baton.runner.model.states.layer_functions import keep_states_in_cache
+from baton.runner.model.states.mixers import StateMixer, state_mixer_of
 from baton.runner.model.stored.layers import (
     StoredLinear,
     forget_weights,
@@ -88,6 +90,7 @@ def fuse(module: nn.Module, operations: Operations, row_quantum: int, release: R
                 fused = (
                     _fused_mlp(child, operations, generator)
                     or _plain_mlp(child, operations, generator, row_quantum)
+                    or _state_mixer(child, operations, generator)
                     or _fused_attention(child, operations, generator, row_quantum, widths, angle_dtypes)
                 )
             except _NotRecognised as reason:
@@ -204,6 +207,25 @@ def _fused_mlp(child: Any, operations: Operations, generator: torch.Generator) -
     except (KeyError, TypeError):  # it asks for more than rows: zamba2's for the number of its layer
         return None
     return fused if _agree(expected, fused(x)) else None
+
+
+def _state_mixer(child: Any, operations: Operations, generator: torch.Generator) -> StateMixer | None:
+    fused = state_mixer_of(child, operations)
+    if fused is None:
+        return None
+    keep_states_in_cache(child)
+    rows = torch.randn(1, _ROWS, fused.products[0].num_inputs, dtype=torch.float32, generator=generator)
+    x, (theirs, ours) = _like_input(child.out_proj, rows), (EchoAttention(), EchoAttention())
+    for part, echo in ((child, theirs), (fused, ours)):
+        object.__setattr__(part, "baton_attend", echo)
+    agree = _agree(child(x), fused(x)) and len(theirs.states.seen) == len(ours.states.seen)
+    pairs = zip(theirs.states.seen, ours.states.seen, strict=True) if agree else ()
+    # Some of it is float32, and made of rounded rows all the same.
+    alike = all(
+        len(asked) == len(own) and all(_agree(a.to(x.dtype), b.to(x.dtype)) for a, b in zip(asked, own, strict=True))
+        for asked, own in pairs
+    )
+    return fused if agree and alike else None
 
 
 def _like_input(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:

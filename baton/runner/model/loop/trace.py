@@ -192,7 +192,7 @@ class LoopTrace:
     @property
     def _num_seen(self) -> int:
         """How many times layers have asked for attention or a state."""
-        return len(self._echo.seen) + self._echo.states.num_seen
+        return len(self._echo.seen) + len(self._echo.states.seen)
 
     def _entered(self, _part: nn.Module, _args: Any, _kwargs: Any) -> None:
         self._num_mixed = self._num_seen

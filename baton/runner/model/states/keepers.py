@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
@@ -14,6 +14,8 @@ from torch.nn import functional
 from baton.engine.runner import STATE_BYTES, KVLayout, LayerState
 from baton.errors import ConfigError
 from baton.runner.backends.attention_call import StepLayout
+from baton.runner.backends.cpu.kernels.buffers import Rows
+from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.ranks.ranks import Ranks
 from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall, StateStep, StateView
@@ -50,6 +52,16 @@ class RecurrentRows:
     norm_eps: float | None
     num_heads: int
     """H of the whole layer, of which a rank may have some."""
+
+
+class RecordedRows(NamedTuple):
+    """The rows of a recurrence in a program, as `RecurrentRows` has them."""
+
+    query: Rows
+    key: Rows
+    value: Rows
+    decay: Rows
+    beta: Rows | None
 
 
 class KeepStates(Protocol):
@@ -143,6 +155,18 @@ class PagedStates:
             )
         )
 
+    def record_convolution(self, program: Program, layer: int, rows: Rows, by: Convolution, *, into: str) -> Rows:
+        """Append to a program what `convolve` does; the weight is float32."""
+        view, group = self._rows[layer], self._groups[layer]
+        return program.convolve(rows, by.weight, by.bias, by.activation, view, group, into=into)
+
+    def record_recurrence(
+        self, program: Program, layer: int, rows: RecordedRows, scale: float, norm_eps: float | None, *, into: str
+    ) -> Rows:
+        """Append to a program what `recur` does."""
+        view, group = self._recurrences[layer], self._groups[layer]
+        return program.recur(*rows, scale=scale, norm_eps=norm_eps, state=view, group=group, into=into)
+
     def _step(self, layer: int) -> StateStep:
         layout = self._layout_of_step()
         if layout is None:
@@ -185,17 +209,18 @@ class EchoStates:
     """Computes each row as the first one of a sequence: for comparing two modules."""
 
     def __init__(self) -> None:
-        self.num_seen = 0
-        """How many times layers have asked."""
+        self.seen: list[tuple[torch.Tensor, ...]] = []
+        """What layers have asked with, each time: rows and the weight, or the rows of a recurrence."""
 
     def convolve(self, layer: int, rows: torch.Tensor, by: Convolution) -> torch.Tensor:
-        self.num_seen += 1
+        self.seen.append((rows.clone(), by.weight, *(() if by.bias is None else (by.bias,))))
         out = rows.float() * by.weight[:, -1].float()
         out = out if by.bias is None else out + by.bias.float()
         return (functional.silu(out) if by.activation else out).to(rows.dtype)
 
     def recur(self, layer: int, rows: RecurrentRows) -> torch.Tensor:
-        self.num_seen += 1
+        of_delta = () if rows.beta is None else (rows.beta,)
+        self.seen.append((rows.query * rows.scale, rows.key, rows.value, rows.decay, *of_delta))
         value = rows.value.float()
         alike = (rows.query.float() * rows.key.float()).sum(-1, keepdim=True) * rows.scale
         alike = alike.repeat_interleave(value.shape[1] // alike.shape[1], dim=1)

@@ -1,0 +1,190 @@
+"""Layers that keep a state on Baton's operations, each in the place of a transformers module that computes the same.
+
+A candidate has the parts of such a layer; what it computes of some rows, and what it asks of its state, decides
+(`recognition.py`). As for all mixers, `rows` is for Baton's loop and `record` for programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts
+from baton.runner.backends.cpu.kernels.buffers import Rows
+from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
+from baton.runner.backends.cpu.kernels.program import Program
+from baton.runner.backends.operations import Operations
+from baton.runner.model.attention import AttendOrKeep, PagedAttention
+from baton.runner.model.states.keepers import Convolution, RecordedRows, RecurrentRows
+from baton.runner.model.stored.layers import weight_of
+
+_NORM_EPS = 1e-6
+"""By which the layers with a delta rule norm queries and keys."""
+
+
+class StateMixer(nn.Module, HasProducts):
+    """What mixers with states have in common."""
+
+    baton_attend: AttendOrKeep
+    _in: AdaptableProduct
+    _out: AdaptableProduct
+
+    def __init__(self, operations: Operations, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self._operations = operations
+
+    @property
+    def products(self) -> Sequence[AdaptableProduct]:
+        return self._in, self._out
+
+    def rows(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [T, K] to [T, K], without angles; with `sample_rows`, which may be empty, only these rows."""
+        raise NotImplementedError
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        nothing = hidden_states.new_empty(hidden_states.shape[1], 0)
+        return self.rows(hidden_states[0].contiguous(), nothing, nothing).unsqueeze(0)
+
+    def record(
+        self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
+    ) -> Rows:
+        """Append to a program what `rows` computes. Raises KernelArgumentError."""
+        raise KernelArgumentError("part", f"is a {type(self).__name__}, which programs have no operations for")
+
+    def _product(self, *linear: tuple[str, nn.Linear]) -> tuple[AdaptableProduct, torch.Tensor | None]:
+        """The product of these linear layers, stacked, and their biases."""
+        modules = [(name, part.out_features) for name, part in linear]
+        packed = self._operations.pack(*(weight_of(part) for _, part in linear))
+        known = next((part.bias for _, part in linear if part.bias is not None), None)
+        bias = None
+        if known is not None:
+            biases: list[torch.Tensor] = [
+                known.new_zeros(part.out_features) if part.bias is None else part.bias for _, part in linear
+            ]
+            bias = torch.cat(biases).detach()
+        return AdaptableProduct(self._operations, packed, linear[0][1].in_features, modules), bias
+
+
+class ShortConvolution(StateMixer):
+    """A gated short convolution (LFM2): out(c * convolve(b * x)), where in gives b, c and x."""
+
+    def __init__(self, operations: Operations, child: Any) -> None:
+        super().__init__(operations, child.layer_idx)
+        self._in, self._in_bias = self._product(("in_proj", child.in_proj))
+        self._out, self._out_bias = self._product(("out_proj", child.out_proj))
+        self._by = _filter_of(child.conv, None)
+
+    def rows(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        before, behind, rows = self._in.linear(x, self._in_bias).chunk(3, dim=-1)
+        convolved = self.baton_attend.states.convolve(self.layer_idx, before * rows, self._by)
+        out = behind * convolved
+        if sample_rows is not None:
+            self._in.keep(sample_rows)
+            out = out[sample_rows]
+        return x[:0] if out.shape[0] == 0 else self._out.linear(out, self._out_bias)
+
+
+class GatedDeltaNet(StateMixer):
+    """Gated DeltaNet (arXiv 2412.06464) as Qwen3.5 has it: queries, keys and values are convolved, the outputs of the
+    recurrence normed in each head and gated."""
+
+    def __init__(self, operations: Operations, child: Any) -> None:
+        super().__init__(operations, child.layer_idx)
+        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        self._in, self._in_bias = self._product(*((name, getattr(child, name)) for name in names))
+        self._out, self._out_bias = self._product(("out_proj", child.out_proj))
+        self._by = _filter_of(child.conv1d, "silu")
+        self._heads = child.num_k_heads, child.num_v_heads
+        self._dims = child.head_k_dim, child.head_v_dim
+        self._step_bias = child.dt_bias.detach().float()
+        self._decay = -child.A_log.detach().float().exp()
+        self._norm_weight = child.norm.weight.detach().clone()
+        self._norm_eps: float = child.norm.variance_epsilon
+
+    def rows(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        (groups, heads), (key_dim, value_dim) = self._heads, self._dims
+        keys, values = groups * key_dim, heads * value_dim
+        made = self._in.linear(x, self._in_bias)
+        mixed, gate, beta, step = torch.split(made, [2 * keys + values, values, heads, heads], dim=-1)
+        convolved = self.baton_attend.states.convolve(self.layer_idx, mixed, self._by)
+        query, key, value = torch.split(convolved, [keys, keys, values], dim=-1)
+        rows = RecurrentRows(
+            query.view(-1, groups, key_dim),
+            key.view(-1, groups, key_dim),
+            value.view(-1, heads, value_dim),
+            self._operations.gate(step, "softplus", self._step_bias, self._decay),
+            self._operations.gate(beta, "sigmoid", None, None),
+            key_dim**-0.5,
+            _NORM_EPS,
+            heads,
+        )
+        out = self.baton_attend.states.recur(self.layer_idx, rows)
+        gate = gate.view(-1, heads, value_dim)
+        if sample_rows is not None:
+            self._in.keep(sample_rows)
+            out, gate = out[sample_rows], gate[sample_rows]
+        if out.shape[0] == 0:
+            return x[:0]
+        normed = self._operations.gated_rms_norm(out, gate, self._norm_weight, self._norm_eps, "silu")
+        return self._out.linear(normed.flatten(1), self._out_bias)
+
+    def record(
+        self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
+    ) -> Rows:
+        (groups, heads), (key_dim, value_dim) = self._heads, self._dims
+        keys, values = groups * key_dim, heads * value_dim
+        made = self._in.record(program, x, self._in_bias, into="state input")
+        mixed, gate, beta, step = _columns(made, 2 * keys + values, values, heads, heads)
+        convolved = paged.states.record_convolution(program, self.layer_idx, mixed, self._by, into="convolved")
+        query, key, value = _columns(convolved, keys, keys, values)
+        decay = program.gate(step, "softplus", self._step_bias, self._decay, into="decay")
+        rows = RecordedRows(query, key, value, decay, program.gate(beta, "sigmoid", None, None, into="beta"))
+        out = paged.states.record_recurrence(program, self.layer_idx, rows, key_dim**-0.5, _NORM_EPS, into="recurred")
+        if sampling:
+            out = program.take_sampled(out, into="sampled recurred")
+            gate = program.take_sampled(gate, into="sampled gate")
+        normed = program.gated_rms_norm(out, gate, self._norm_weight, self._norm_eps, "silu", into="gated")
+        return self._out.record(program, normed, self._out_bias, into=into)
+
+
+def _columns(rows: Rows, *widths: int) -> list[Rows]:
+    """Rows of so many columns each, one behind the other."""
+    ends = list(accumulate(widths))
+    return [rows.columns(end - width, end) for width, end in zip(widths, ends, strict=True)]
+
+
+def _filter_of(conv: nn.Conv1d, activation: Any) -> Convolution:
+    weight = conv.weight.detach().squeeze(1).float().contiguous()
+    bias = None if conv.bias is None else conv.bias.detach().float()
+    return Convolution(weight, bias, activation, weight.shape[0])
+
+
+_MIXERS: dict[Callable[[Operations, Any], StateMixer], tuple[str, ...]] = {
+    ShortConvolution: ("conv", "in_proj", "out_proj"),
+    GatedDeltaNet: ("conv1d", "norm", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+}
+"""The mixers, and the parts of a module that each may take the place of."""
+
+
+def state_mixer_of(child: nn.Module, operations: Operations) -> StateMixer | None:
+    """The mixer that may compute what a module computes; None if there is none."""
+    names = {name for name, _ in child.named_children()}
+    kind = next((kind for kind, parts in _MIXERS.items() if names == set(parts)), None)
+    # Ranks would have to gather columns between the operations.
+    if kind is None or operations.ranks.shard.size > 1:
+        return None
+    try:
+        return kind(operations, child)
+    except (AttributeError, TypeError, RuntimeError):
+        return None

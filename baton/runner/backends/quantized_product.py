@@ -63,7 +63,7 @@ def quantized_product(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     block = block_of(weight.group)
     rows = quantize_rows(x, block)
     scales, offsets = weight.float32_scales(), weight.float32_offsets()
-    sums = torch.zeros(x.shape[0], n)
+    sums = torch.zeros(x.shape[0], n, dtype=torch.float32)
     for index in range(rows.codes.shape[1]):
         group = index * block // weight.group
         zeros = weight.zeros if isinstance(weight.zeros, int) else weight.zeros[:, group, None].float()
@@ -91,7 +91,7 @@ def float8_product(x: torch.Tensor, weight: Float8Weight) -> torch.Tensor:
     In the order of k, each group of elements adds its scale times the sum of its products.
     """
     n, k = weight.shape
-    sums = torch.zeros(x.shape[0], n)
+    sums = torch.zeros(x.shape[0], n, dtype=torch.float32)
     for index, first in enumerate(range(0, k, weight.group)):
         rows = x[:, first : first + weight.group].float()
         codes = weight.codes[:, first : first + weight.group]

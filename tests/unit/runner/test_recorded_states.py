@@ -135,6 +135,14 @@ def test_recorded_gates_equal_single_calls(dtype: torch.dtype) -> None:
     assert torch.equal(found, normed.flatten(1))
 
 
+def test_gates_are_float32_while_another_thread_loads_a_model() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert kernels.gate(torch.zeros(2, 4), "sigmoid", None, None, threads=1).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_gates_that_do_not_fit_are_refused() -> None:
     program = Program(torch.float32, 1)
     x = program.argument(16)

@@ -58,9 +58,9 @@ def adapt_part(terms: Sequence[LowRank], n: int, k: int, *, gated: bool, dtype: 
     columns = -(-n // _LANES) * _LANES * (2 if gated else 1)
     num_panels = -(-columns // (_LANES * _GROUP_PANELS)) * _GROUP_PANELS
     steps = -(-k // _STEP)
-    rows = torch.zeros(rank, steps * _STEP)
-    factors, constants = torch.zeros(rank), torch.zeros(rank)
-    dense = torch.zeros(rank, num_panels * _LANES)
+    # The dtype is named wherever C reads or writes: another thread that loads a model changes the default.
+    rows, dense = (torch.zeros(rank, width, dtype=torch.float32) for width in (steps * _STEP, num_panels * _LANES))
+    factors, constants = (torch.zeros(rank, dtype=torch.float32) for _ in range(2))
     firsts, stops = [sum(ranks)] * num_panels, [0] * num_panels
     first = 0
     for term, own in zip(terms, ranks, strict=True):
@@ -159,7 +159,7 @@ class ProductAdapters:
         own = [None if weights is None else weights[part] for weights in adapters.weights]
         pointers = (ctypes.c_void_p * len(own))(*(None if weight is None else weight.address for weight in own))
         stride = max((weight.rank for weight in own if weight is not None), default=0)
-        t = torch.empty(num_rows * stride)
+        t = torch.empty(num_rows * stride, dtype=torch.float32)
         self.call = AdapterRows(slots.data_ptr(), ctypes.addressof(pointers), t.data_ptr(), len(own), stride)
         self._kept = (slots, own, pointers, t)
 

@@ -145,7 +145,7 @@ def _states_probe(dtype: torch.dtype) -> torch.Tensor:
     rows, heads, key_dim, value_dim = 40, 2, 24, 40
     lengths = torch.tensor([rows], dtype=torch.int32)
     step = StateStep(torch.tensor([0, rows], dtype=torch.int32), lengths, lengths, torch.ones(1, 1, dtype=torch.int32))
-    memory = torch.zeros(2, heads * key_dim * value_dim)
+    memory = torch.zeros(2, heads * key_dim * value_dim, dtype=torch.float32)
     state = StateView(memory.view(-1), 2, memory.shape[1], 0, (3, 70), rows)
     x, weight = (_noise(rows, 70) * 4).to(dtype), _noise(70, 4)
     parts = [convolve(ConvolutionCall(x, weight, weight[:, 0].contiguous(), "silu", state, step), threads=1)]

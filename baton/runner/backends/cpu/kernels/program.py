@@ -318,7 +318,7 @@ class Program:
         if own is None or not own.is_of(table):
             own = self._adapters = ProgramAdapters(table, self._products)
         of_sampled = slots[sampled]
-        t = torch.empty(max(step.rows, step.num_sampled) * own.stride)
+        t = torch.empty(max(step.rows, step.num_sampled) * own.stride, dtype=torch.float32)
         step.adapter_slots, step.sampled_slots = slots.data_ptr(), of_sampled.data_ptr()
         step.adapter_weights, step.t = ctypes.addressof(own.pointers), t.data_ptr()
         step.num_slots, step.t_stride = own.num_slots, own.stride

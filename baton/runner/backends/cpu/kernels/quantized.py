@@ -220,7 +220,7 @@ def _widened(weight: QuantizedWeight, group: int) -> QuantizedWeight:
     if isinstance(zeros, int):
         zeros = torch.full((n, weight.scales.shape[1]), zeros, dtype=torch.uint8)
     if offsets is None:
-        offsets = torch.zeros(n, weight.scales.shape[1])
+        offsets = torch.zeros(n, weight.scales.shape[1], dtype=torch.float32)
     return replace(
         weight,
         bits=8,

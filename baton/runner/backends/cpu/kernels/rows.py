@@ -145,7 +145,8 @@ def gate(
     if n > 1 and x.stride(1) != 1:
         raise KernelArgumentError("x", "has rows that are not contiguous")
     call = gate_structure(n, function, bias, factor)
-    out = torch.empty(rows, n)
+    # The dtype is named, since another thread that loads a model changes the default.
+    out = torch.empty(rows, n, dtype=torch.float32)
     call.x, call.out, call.rows, call.x_stride, call.out_stride = x.data_ptr(), out.data_ptr(), rows, x.stride(0), n
     lib = library()
     check_status(lib.gate(lib.isa, DTYPES[x.dtype], ctypes.byref(call), threads))

@@ -357,3 +357,17 @@ def test_gated_norms_equal_those_in_float64(operations: Any, dtype: torch.dtype,
     for row in range(13):
         alone = operations.gated_rms_norm(x[row : row + 1], by[row : row + 1], weight, 1e-5, activation)
         assert torch.equal(alone[0], out[row])
+
+
+@pytest.mark.parametrize("activation", [None, "sigmoid", "softplus"])
+def test_products_of_rows_equal_those_in_float64(operations: Any, dtype: torch.dtype, activation: Any) -> None:
+    """Of rows that are some columns of wider ones."""
+    x, by = randn(13, 50, dtype=dtype)[:, 5:42], (20 * randn(13, 61, seed=1)).to(dtype)[:, 24:]
+    out = operations.multiply(x, by, activation)
+    compute: dict[Any, Any] = {"sigmoid": torch.sigmoid, "softplus": torch.nn.functional.softplus}
+    assert out.dtype == dtype
+    assert out.is_contiguous()
+    expected = x.double() * (compute[activation](by.double()) if activation else by.double())
+    assert torch.allclose(out.double(), expected, rtol=1e-5 if dtype == torch.float32 else 2**-8, atol=1e-12)
+    for row in range(13):
+        assert torch.equal(operations.multiply(x[row : row + 1], by[row : row + 1], activation)[0], out[row])

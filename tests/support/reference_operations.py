@@ -235,6 +235,17 @@ def gate(
     return out
 
 
+def multiply(x: torch.Tensor, by: torch.Tensor, activation: GateFunction | None) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype)
+    for row, (own, multiplier) in enumerate(zip(_array(x), _array(by), strict=True)):
+        if activation == "softplus":
+            multiplier = np.logaddexp(multiplier, np.float32(0))
+        elif activation == "sigmoid":
+            multiplier = 1 / (np.float32(1) + np.exp(-multiplier))
+        out[row] = torch.from_numpy(own * multiplier).to(x.dtype)
+    return out
+
+
 def convolve(call: ConvolutionCall) -> torch.Tensor:
     require_convolution(call)
     x, weight, out = _array(call.rows), _array(call.weight), torch.zeros(call.rows.shape, dtype=call.rows.dtype)

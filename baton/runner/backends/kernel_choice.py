@@ -87,6 +87,9 @@ class CompiledOperations:
     ) -> torch.Tensor:
         return kernels.gate(x, function, bias, factor, threads=self.num_threads)
 
+    def multiply(self, x: torch.Tensor, by: torch.Tensor, activation: GateFunction | None) -> torch.Tensor:
+        return kernels.multiply(x, by, activation, threads=self.num_threads)
+
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         kernels.rotate(x, cos, sin, threads=self.num_threads)
 

@@ -126,6 +126,13 @@ class Operations(Protocol):
         """
         ...
 
+    def multiply(self, x: torch.Tensor, by: torch.Tensor, activation: GateFunction | None) -> torch.Tensor:
+        """x * activation(by), or without one x * by, of x and by [T, N] in x's dtype: [T, N].
+
+        Everything is computed in float32 and rounded once.
+        """
+        ...
+
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Rotate the first R columns of x [T, H, D] in place by cos and sin [T, R], whose two halves are equal."""
         ...

@@ -146,6 +146,7 @@ class ShardedOperations:
         self.add_rms_norm = inner.add_rms_norm
         self.gated_rms_norm = inner.gated_rms_norm
         self.gate = inner.gate
+        self.multiply = inner.multiply
         self.rotate = inner.rotate
         self.store_kv = inner.store_kv
         self.paged_attention = inner.paged_attention

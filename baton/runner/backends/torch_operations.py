@@ -34,6 +34,8 @@ from baton.runner.backends.weight_rows import Weight, read_weight
 ROWS_PER_CALL = (8, 16, 32, 64, 128)
 """The numbers of rows that the check at start tries, in this order."""
 
+_LOOP_COLUMNS = 32
+"""How many numbers torch's elementwise loops take at a time, at most."""
 _FEWEST_OUTPUTS = 8
 """A factor of an adapter's term is padded to so many outputs: with two or three, MKL's float32 product of 8 rows gives
 a row other bits at other places of the call (seen on a Xeon with AMX)."""
@@ -199,6 +201,19 @@ class TorchOperations:
         self, x: torch.Tensor, function: GateFunction, bias: torch.Tensor | None, factor: torch.Tensor | None
     ) -> torch.Tensor:
         return torch_states.gate(x, function, bias, factor)
+
+    def multiply(self, x: torch.Tensor, by: torch.Tensor, activation: GateFunction | None) -> torch.Tensor:
+        if activation is None:
+            return x * by
+        compute = functional.softplus if activation == "softplus" else torch.sigmoid
+
+        def multiplied(rows: torch.Tensor) -> torch.Tensor:
+            own, multiplier = rows.float().chunk(2, dim=-1)
+            return (own * compute(multiplier.contiguous())).to(x.dtype)
+
+        # torch rounds differently in the tail of a tensor, so only padding may be in the tail of a call.
+        padded = [functional.pad(rows, (0, -x.shape[1] % _LOOP_COLUMNS)) for rows in (x, by)]
+        return self._in_calls(torch.cat(padded, dim=-1), multiplied)[:, : x.shape[1]].contiguous()
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         half = cos.shape[-1] // 2

@@ -13,7 +13,8 @@ from baton.runner.backends.attention_call import StepLayout
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError, Program
 from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall
-from tests.support.kernel_inputs import DTYPES, randn
+from baton.runner.backends.torch_operations import TorchOperations
+from tests.support.kernel_inputs import DTYPES, one_request, randn, relative_error
 from tests.support.stateful_rows import Chunk, Convolved, Recurred
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
@@ -133,6 +134,51 @@ def test_recorded_gates_equal_single_calls(dtype: torch.dtype) -> None:
     of_heads = z[:, 7:].view(rows, HEADS, VALUE_DIM)
     normed = kernels.gated_rms_norm(single, of_heads, weight, 1e-5, "silu", threads=1)
     assert torch.equal(found, normed.flatten(1))
+
+
+@pytest.mark.parametrize("isa", kernels.available().isas)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_recorded_products_of_rows_equal_single_calls(dtype: torch.dtype, isa: str) -> None:
+    """Of all rows, and of those that sample; on each instruction set as torch computes them."""
+    kernels.use_isa(isa)
+    rows, sampled = 35, torch.tensor([3, 4, 20, 34])
+    wide, by = randn(rows, 50, dtype=dtype), (9 * randn(rows, 37, seed=1)).to(dtype)
+    program = Program(dtype, 2)
+    x, multiplier, out = program.argument(50), program.argument(37), program.argument(37, sampled=True)
+    plain = program.multiply(x.columns(5, 42), multiplier, None, into="plain")
+    activated = program.multiply(plain, x.columns(13, 50), "softplus", into="activated")
+    few = program.take_sampled(activated, into="few")
+    program.multiply(few, program.take_sampled(multiplier, into="few multipliers"), "sigmoid", into=out)
+    found = torch.empty(4, 37, dtype=dtype)
+    program.run([wide, by, found], one_request(rows), sampled)
+
+    def multiply(one: torch.Tensor, other: torch.Tensor, activation: Any) -> torch.Tensor:
+        product = kernels.multiply(one, other, activation, threads=1)
+        assert relative_error(product, TorchOperations(1).multiply(one, other, activation).double()) < 3e-3
+        return product
+
+    activated_alone = multiply(multiply(wide[:, 5:42], by, None), wide[:, 13:], "softplus")
+    assert torch.equal(found, multiply(activated_alone[sampled], by[sampled], "sigmoid"))
+
+
+def test_products_of_rows_that_do_not_fit_are_refused() -> None:
+    program = Program(torch.float32, 1)
+    x = program.argument(16)
+    for by in (x.columns(0, 8), program.argument(16, sampled=True)):
+        with pytest.raises(KernelArgumentError, match="by: must be rows of 16"):
+            program.multiply(x, by, None, into="out")
+    rows = torch.zeros(2, 16)
+    for argument, parts in (
+        ("x", (rows.view(2, 4, 4), rows)),
+        ("x", (rows.double(), rows)),
+        ("x", (torch.zeros(16, 2).T, rows)),
+        ("by", (rows, torch.zeros(16, 2).T)),
+        ("by", (rows, rows[:1])),
+        ("by", (rows, rows.bfloat16())),
+    ):
+        with pytest.raises(KernelArgumentError) as error:
+            kernels.multiply(*parts, None, threads=1)
+        assert error.value.argument == argument
 
 
 def test_gates_are_float32_while_another_thread_loads_a_model() -> None:

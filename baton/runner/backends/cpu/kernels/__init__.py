@@ -16,7 +16,7 @@ from baton.runner.backends.cpu.kernels.library import use_isa
 from baton.runner.backends.cpu.kernels.product import PackedWeight
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
-from baton.runner.backends.cpu.kernels.rows import add_rms_norm, gate, gated_rms_norm, rms_norm, rotate
+from baton.runner.backends.cpu.kernels.rows import add_rms_norm, gate, gated_rms_norm, multiply, rms_norm, rotate
 from baton.runner.backends.cpu.kernels.states import convolve, recur
 from baton.runner.backends.cpu.kernels.weights import (
     Packed,
@@ -49,6 +49,7 @@ __all__ = [
     "gated_linear",
     "gated_rms_norm",
     "linear",
+    "multiply",
     "pack",
     "pack_gated",
     "paged_attention",

@@ -98,6 +98,22 @@ class GateCall(ctypes.Structure):
     ]
 
 
+class Multiplier(IntEnum):
+    """`enum multiplier` of csrc/kernels.h."""
+
+    PLAIN = 0
+    SIGMOID = 1
+    SOFTPLUS = 2
+
+
+class MultiplyCall(ctypes.Structure):
+    _fields_ = [
+        *_fields(_POINTER, "x by out"),
+        *_fields(_SIZE, "rows columns x_stride by_stride rows_per_task"),
+        ("multiplier", _INT),
+    ]
+
+
 class RotateCall(ctypes.Structure):
     _fields_ = [
         *_fields(_POINTER, "x cos sin"),
@@ -179,6 +195,7 @@ class OperationKind(IntEnum):
     CONVOLVE = 8
     RECUR = 9
     GATE = 10
+    MULTIPLY = 11
 
 
 OPERATION_NAMES = {
@@ -193,6 +210,7 @@ OPERATION_NAMES = {
     OperationKind.CONVOLVE: "convolve",
     OperationKind.RECUR: "recur",
     OperationKind.GATE: "gate",
+    OperationKind.MULTIPLY: "multiply",
 }
 """The method of `Program` by which an operation is recorded."""
 
@@ -218,6 +236,7 @@ class Call(ctypes.Union):
         ("convolution", KernelConvolutionCall),
         ("recurrence", KernelRecurrenceCall),
         ("gate", GateCall),
+        ("multiply", MultiplyCall),
     ]
 
 
@@ -262,6 +281,7 @@ _STRUCTURES: dict[str, type[ctypes.Structure | ctypes.Union]] = {
     "quantize_call": QuantizeCall,
     "norm_call": NormCall,
     "gate_call": GateCall,
+    "multiply_call": MultiplyCall,
     "rotate_call": RotateCall,
     "store_call": StoreCall,
     "attention_call": KernelAttentionCall,
@@ -280,6 +300,7 @@ _STRUCTURES: dict[str, type[ctypes.Structure | ctypes.Union]] = {
 _ENUMS: dict[str, type[IntEnum]] = {
     "operation_kind": OperationKind,
     "cache_format": CacheFormat,
+    "multiplier": Multiplier,
     "number": Number,
 }
 

@@ -19,6 +19,7 @@ from baton.runner.backends.cpu.kernels.rows import (
     GateFunction,
     gate,
     gated_rms_norm,
+    multiply,
     rms_norm,
     rotate,
 )
@@ -141,7 +142,7 @@ def _float8_probe(dtype: torch.dtype) -> torch.Tensor:
 
 
 def _states_probe(dtype: torch.dtype) -> torch.Tensor:
-    """A convolution and recurrences with both kinds of decay, the states behind them, gates and gated norms."""
+    """A convolution and recurrences with both kinds of decay, states behind them, gates, gated norms and products."""
     rows, heads, key_dim, value_dim = 40, 2, 24, 40
     lengths = torch.tensor([rows], dtype=torch.int32)
     step = StateStep(torch.tensor([0, rows], dtype=torch.int32), lengths, lengths, torch.ones(1, 1, dtype=torch.int32))
@@ -168,6 +169,7 @@ def _states_probe(dtype: torch.dtype) -> torch.Tensor:
     parts += [gate(x, function, bias, None, threads=1) for function in functions]
     heads_of_x, activations = x.view(rows, 2, 35), typing.get_args(GateActivation)
     parts += [gated_rms_norm(heads_of_x, heads_of_x, x[0, :35], 1e-6, by, threads=1) for by in activations]
+    parts += [multiply(x, x.flip(1), function, threads=1) for function in (None, *functions)]
     return torch.cat([part.float().flatten() for part in parts])
 
 

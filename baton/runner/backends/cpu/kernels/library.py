@@ -52,6 +52,7 @@ class Library:
     convolve: Callable[..., int]
     recur: Callable[..., int]
     gate: Callable[..., int]
+    multiply: Callable[..., int]
     gated_norm: Callable[..., int]
     take_rows: Callable[..., int]
     rms_norm: Callable[..., int]
@@ -105,8 +106,8 @@ def library() -> Library:
     functions.baton_float8_rows.argtypes = [integer, integer, size] + [pointer] * 3 + [size] * 4 + [integer]
     functions.baton_attention.argtypes = [integer, integer, pointer, integer]
     functions.baton_store_kv.argtypes = [pointer]
-    for function in (functions.baton_convolve, functions.baton_recur, functions.baton_gate, functions.baton_gated_norm):
-        function.argtypes = [integer, integer, pointer, integer]
+    for name in ("convolve", "recur", "gate", "gated_norm", "multiply"):
+        getattr(functions, f"baton_{name}").argtypes = [integer, integer, pointer, integer]
     functions.baton_take_rows.argtypes = [integer, integer, pointer, pointer, pointer, size, size, size, integer]
     norm = [integer, integer] + [pointer] * 5 + [size] * 5
     functions.baton_rms_norm.argtypes = [*norm, ctypes.c_float, integer, integer]
@@ -135,6 +136,7 @@ def library() -> Library:
         convolve=functions.baton_convolve,
         recur=functions.baton_recur,
         gate=functions.baton_gate,
+        multiply=functions.baton_multiply,
         gated_norm=functions.baton_gated_norm,
         take_rows=functions.baton_take_rows,
         rms_norm=functions.baton_rms_norm,

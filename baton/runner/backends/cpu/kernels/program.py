@@ -47,7 +47,7 @@ from baton.runner.backends.cpu.kernels.float8 import PackedFloat8Weight
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
 from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, NOT_GATED, Activation, PackedWeight
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
-from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction, gate_structure
+from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction, gate_structure, multiply_structure
 from baton.runner.backends.cpu.kernels.states import (
     convolution_structure,
     recurrence_structure,
@@ -150,6 +150,15 @@ class Program:
         call.x_stride, call.out_stride = x.stride, out.stride
         self._kept += [bias, factor]
         self._record(OperationKind.GATE, x, Call(gate=call), out=out)
+        return out
+
+    def multiply(self, x: Rows, by: Rows, activation: GateFunction | None, *, into: str | Rows) -> Rows:
+        """Record x * activation(by), or without one x * by, rounded once."""
+        if (by.width, by.sampled) != (x.width, x.sampled):
+            raise KernelArgumentError("by", f"must be rows of {x.width}, as many as x has")
+        out = self._out(into, x.width, x.sampled)
+        call = multiply_structure(x.width, x.stride, by.stride, activation)
+        self._record(OperationKind.MULTIPLY, x, Call(multiply=call), out=out, operands=(by,))
         return out
 
     def rotate(self, x: Rows, head_dim: int, cos: Rows, sin: Rows) -> None:

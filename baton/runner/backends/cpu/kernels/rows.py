@@ -1,4 +1,4 @@
-"""Kernels that treat each row alone: root mean square norms, gates and rotary position embeddings."""
+"""Kernels that treat each row alone: root mean square norms, gates, products and rotary position embeddings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from baton.runner.backends.cpu.kernels.call_structs import GateCall, NormCall
+from baton.runner.backends.cpu.kernels.call_structs import GateCall, Multiplier, MultiplyCall, NormCall
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
 
@@ -168,6 +168,33 @@ def gate_structure(n: int, function: GateFunction, bias: torch.Tensor | None, fa
         columns=n,
         is_sigmoid=function == "sigmoid",
     )
+
+
+def multiply(x: torch.Tensor, by: torch.Tensor, activation: GateFunction | None, *, threads: int) -> torch.Tensor:
+    """x * activation(by), or without one x * by, of x and by [rows, n] in x's dtype: contiguous.
+
+    Computed in float32 and rounded once. Each row of x and by is contiguous, with gaps between rows allowed. Raises
+    KernelArgumentError for tensors that don't fit.
+    """
+    for name, rows in (("x", x), ("by", by)):
+        if rows.ndim != 2 or rows.dtype not in DTYPES or not rows.is_cpu:
+            raise KernelArgumentError(name, f"must be [rows, n] of float32 or bfloat16 on the CPU, is {rows.dtype}")
+        if rows.shape[1] > 1 and rows.stride(1) != 1:
+            raise KernelArgumentError(name, "has rows that are not contiguous")
+    if by.shape != x.shape or by.dtype != x.dtype:
+        raise KernelArgumentError("by", f"must be {tuple(x.shape)} {x.dtype}")
+    call = multiply_structure(x.shape[1], x.stride(0), by.stride(0), activation)
+    out = x.new_empty(x.shape)
+    call.x, call.by, call.out, call.rows = x.data_ptr(), by.data_ptr(), out.data_ptr(), x.shape[0]
+    lib = library()
+    check_status(lib.multiply(lib.isa, DTYPES[x.dtype], ctypes.byref(call), threads))
+    return out
+
+
+def multiply_structure(n: int, x_stride: int, by_stride: int, activation: GateFunction | None) -> MultiplyCall:
+    """The kernel's arguments for rows of n columns, without those of a step."""
+    multiplier = Multiplier.PLAIN if activation is None else Multiplier[activation.upper()]
+    return MultiplyCall(columns=n, x_stride=x_stride, by_stride=by_stride, multiplier=multiplier)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, threads: int) -> None:

@@ -120,6 +120,13 @@ struct work gate_work(struct gate_call *call, const struct isa *isa, enum dtype 
     return work;
 }
 
+struct work multiply_work(struct multiply_call *call, const struct isa *isa, enum dtype dtype) {
+    struct work work = {.function = isa->multiply[dtype], .job = call};
+    call->rows_per_task = worthwhile(call->columns);
+    if (call->columns > 0) work.n_tasks = (call->rows + call->rows_per_task - 1) / call->rows_per_task;
+    return work;
+}
+
 /* Cut into tasks of so many ranks as adapters.inc.h computes together. */
 enum { SHRINK_RANKS = 8 };
 
@@ -223,5 +230,10 @@ int baton_gated_norm(int isa, int dtype, struct norm_call *call, int n_threads) 
 
 int baton_gate(int isa, int dtype, struct gate_call *call, int n_threads) {
     struct work work = gate_work(call, isas[isa], (enum dtype)dtype);
+    return run_works(&work, 1, n_threads, NULL);
+}
+
+int baton_multiply(int isa, int dtype, struct multiply_call *call, int n_threads) {
+    struct work work = multiply_work(call, isas[isa], (enum dtype)dtype);
     return run_works(&work, 1, n_threads, NULL);
 }

@@ -141,6 +141,17 @@ struct gate_call {
     int is_sigmoid; /* otherwise softplus, ln(1 + e^x) */
 };
 
+/* What x is multiplied with: by itself, or a function of it. */
+enum multiplier { MULTIPLIER_PLAIN, MULTIPLIER_SIGMOID, MULTIPLIER_SOFTPLUS };
+
+/* x * multiplier(by), rounded once. */
+struct multiply_call {
+    const void *x, *by; /* [rows, columns]; x_stride, by_stride: elements from row to row */
+    void *out;          /* contiguous */
+    size_t rows, columns, x_stride, by_stride, rows_per_task;
+    int multiplier; /* enum multiplier */
+};
+
 struct rotate_call {
     void *x; /* [tokens, heads, ..], rotated in place */
     const void *cos, *sin; /* [tokens, 2 * half]; only their first halves are read */
@@ -338,6 +349,7 @@ struct isa {
     task_function convolve[2];
     task_function recur[2];
     task_function gate[2];
+    task_function multiply[2];
     size_t step_pairs;   /* pairs of k in a step of packed bfloat16 weights */
     size_t linear_rows;  /* rows of x that a vector kernel has in scratch at a time */
     size_t rows_of_sums; /* the most rows of a bfloat16 task, which has the sums of all its rows in scratch */
@@ -398,6 +410,7 @@ struct work norm_work(struct norm_call *call, const struct isa *isa, enum dtype 
 /* n_tasks 0: no adapter changes this product. */
 struct work shrink_work(struct shrink_call *call, const struct isa *isa, enum dtype dtype);
 struct work gate_work(struct gate_call *call, const struct isa *isa, enum dtype dtype);
+struct work multiply_work(struct multiply_call *call, const struct isa *isa, enum dtype dtype);
 struct work rotate_work(struct rotate_call *call, const struct isa *isa, enum dtype dtype);
 struct work store_work(struct store_call *call);
 /* Appends one work or, where requests share tiles, two; returns how many. */

@@ -55,6 +55,11 @@ static const struct layout_entry layout[] = {
     FIELD(gate_call, columns), FIELD(gate_call, x_stride), FIELD(gate_call, out_stride), FIELD(gate_call, rows_per_task),
     FIELD(gate_call, is_sigmoid),
 
+    WHOLE(struct multiply_call, "multiply_call"),
+    FIELD(multiply_call, x), FIELD(multiply_call, by), FIELD(multiply_call, out), FIELD(multiply_call, rows),
+    FIELD(multiply_call, columns), FIELD(multiply_call, x_stride), FIELD(multiply_call, by_stride),
+    FIELD(multiply_call, rows_per_task), FIELD(multiply_call, multiplier),
+
     WHOLE(struct rotate_call, "rotate_call"),
     FIELD(rotate_call, x), FIELD(rotate_call, cos), FIELD(rotate_call, sin), FIELD(rotate_call, tokens),
     FIELD(rotate_call, heads), FIELD(rotate_call, half), FIELD(rotate_call, token_stride), FIELD(rotate_call, head_stride),
@@ -135,7 +140,10 @@ static const struct layout_entry layout[] = {
     VALUE("operation_kind", "ATTENTION", OP_ATTENTION), VALUE("operation_kind", "TAKE_ROWS", OP_TAKE_ROWS),
     VALUE("operation_kind", "QUANTIZE", OP_QUANTIZE), VALUE("operation_kind", "BARRIER", OP_BARRIER),
     VALUE("operation_kind", "CONVOLVE", OP_CONVOLVE), VALUE("operation_kind", "RECUR", OP_RECUR),
-    VALUE("operation_kind", "GATE", OP_GATE),
+    VALUE("operation_kind", "GATE", OP_GATE), VALUE("operation_kind", "MULTIPLY", OP_MULTIPLY),
+
+    VALUE("multiplier", "PLAIN", MULTIPLIER_PLAIN), VALUE("multiplier", "SIGMOID", MULTIPLIER_SIGMOID),
+    VALUE("multiplier", "SOFTPLUS", MULTIPLIER_SOFTPLUS),
 
     VALUE("cache_format", "AS_IT_IS", CACHE_AS_IT_IS), VALUE("cache_format", "INT8", CACHE_INT8),
     VALUE("cache_format", "E4M3", CACHE_E4M3),

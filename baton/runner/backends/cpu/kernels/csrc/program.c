@@ -20,6 +20,7 @@ enum operation_kind {
     OP_CONVOLVE,
     OP_RECUR,
     OP_GATE,
+    OP_MULTIPLY,
 };
 enum which_rows { ALL_ROWS, SAMPLED_ROWS };
 
@@ -49,6 +50,7 @@ union call {
     struct convolution_call convolution;
     struct recurrence_call recurrence;
     struct gate_call gate;
+    struct multiply_call multiply;
 };
 
 /* A place in a buffer of rows: the buffer's number, and an offset in bytes; buffer -1: the operation has no such operand. */
@@ -56,8 +58,8 @@ struct place {
     int64_t buffer, offset;
 };
 
-/* Most operations have at most two operands beside x and out: a norm's residual and sum, a rotation's cosines and sines, or the values
- * that are stored with the keys. A product's second operand is x before it is quantized, from which adapters compute. A recurrence
+/* Most operations have at most two operands beside x and out: a norm's residual and sum, a rotation's cosines and sines, the values
+ * that are stored with the keys, or what x is multiplied with. A product's second operand is x before it is quantized, from which adapters compute. A recurrence
  * has four: beside its queries the keys, values, decays and betas. The fourth of a norm is its gate. */
 struct operation {
     int64_t kind, which_rows, group; /* group: of layers, which share block tables and slots */
@@ -266,6 +268,13 @@ static int prepare(struct prepared *to, struct work *works, size_t *n_works, con
         call->gate.out = at(step, op->out);
         call->gate.rows = (size_t)rows;
         *work = gate_work(&call->gate, isa, dtype);
+        break;
+    case OP_MULTIPLY:
+        call->multiply.x = at(step, op->x);
+        call->multiply.by = at(step, op->second);
+        call->multiply.out = at(step, op->out);
+        call->multiply.rows = (size_t)rows;
+        *work = multiply_work(&call->multiply, isa, dtype);
         break;
     case OP_BARRIER: *work = (struct work){.function = wait_for_ranks, .job = &call->barrier, .n_tasks = 1}; break;
     }

@@ -1,4 +1,4 @@
-/* Kernels that treat each row alone: root mean square norm, gates and rotary positions. Included after functions.inc.h. */
+/* Kernels that treat each row alone: root mean square norm, gates, products of rows and rotary positions. Included after functions.inc.h. */
 
 INLINE void norm_row(const enum dtype dtype, const struct norm_call *call, size_t from, size_t gate, size_t to) {
     const size_t n = call->n;
@@ -72,6 +72,30 @@ TARGET static void gate_float32(const void *job, size_t task, void *scratch) {
 TARGET static void gate_bfloat16(const void *job, size_t task, void *scratch) {
     (void)scratch;
     gate_rows(DTYPE_BFLOAT16, job, task);
+}
+
+INLINE void multiply_rows(const enum dtype dtype, const struct multiply_call *call, size_t task) {
+    size_t row = task * call->rows_per_task, end = row + call->rows_per_task < call->rows ? row + call->rows_per_task : call->rows;
+    for (; row < end; row++)
+        for (size_t i = 0; i < call->columns; i += LANES) {
+            const size_t count = lanes_left(i, call->columns);
+            v16 x = load_lanes(dtype, call->x, row * call->x_stride + i, count);
+            v16 by = load_lanes(dtype, call->by, row * call->by_stride + i, count);
+            if (call->multiplier == MULTIPLIER_SIGMOID)
+                x = v_times_sigmoid(x, by);
+            else
+                x = v_mul(x, call->multiplier == MULTIPLIER_SOFTPLUS ? v_softplus(by) : by);
+            store_lanes(dtype, call->out, row * call->columns + i, count, x);
+        }
+}
+
+TARGET static void multiply_float32(const void *job, size_t task, void *scratch) {
+    (void)scratch;
+    multiply_rows(DTYPE_FLOAT32, job, task);
+}
+TARGET static void multiply_bfloat16(const void *job, size_t task, void *scratch) {
+    (void)scratch;
+    multiply_rows(DTYPE_BFLOAT16, job, task);
 }
 
 INLINE void rotate_rows(const enum dtype dtype, const struct rotate_call *call, size_t task) {

@@ -294,7 +294,7 @@ def adapted(base: Path) -> str | list[str]:
     return sorted(of_attention - others) or ["q_proj", "v_proj"]
 
 
-@pytest.mark.parametrize("row", SOME)
+@pytest.mark.parametrize("row", OF_EACH_KIND)
 def test_adapters_give_the_tokens_of_peft(tmp_path: Path, row: str) -> None:
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     write_varied_model(base, ROWS[row], seed=5)

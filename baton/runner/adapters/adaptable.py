@@ -83,6 +83,12 @@ class ModuleOutputs(NamedTuple):
     """The module's name: in a part that has products, from this part on; empty for the part itself."""
     first: int
     num_outputs: int
+    order: tuple[range, ...] = ()
+    """The module's outputs as the product has them, if it has them in another order."""
+
+    def arranged(self, values: torch.Tensor) -> torch.Tensor:
+        """The rows of values [num_outputs, ..], one for each output of the module, as the product has its outputs."""
+        return torch.cat([values[rows.start : rows.stop] for rows in self.order]) if self.order else values
 
 
 class _Adaptable:
@@ -113,9 +119,11 @@ class AdaptableProduct(_Adaptable):
         packed: Any,
         num_inputs: int,
         modules: Sequence[tuple[str, int]],
+        order: Sequence[range] = (),
     ) -> None:
         """`packed`: the weight of all modules, which are given by name and number of outputs, stacked; of a gated
-        product the gate and up.
+        product the gate and up. `order`: the stacked outputs as the weight has them, if their order changes within a
+        module.
         """
         super().__init__(operations)
         self.packed = packed
@@ -123,8 +131,10 @@ class AdaptableProduct(_Adaptable):
         self.modules: list[ModuleOutputs] = []
         first = 0
         for name, num_outputs in modules:
-            self.modules.append(ModuleOutputs(name, first, num_outputs))
-            first += num_outputs
+            stop = first + num_outputs
+            own = (range(rows.start - first, rows.stop - first) for rows in order if first <= rows.start < stop)
+            self.modules.append(ModuleOutputs(name, first, num_outputs, tuple(own)))
+            first = stop
         self._row_dtypes: set[torch.dtype] = set()
 
     @property

@@ -265,8 +265,8 @@ class ModelAdapters:
                 embedding = self._embedding.adapt(self._operations, tensors[a.name], tensors[b.name], factor)
                 continue
             place = fitting.places[name]
-            bias = None if of_module.bias is None else tensors[of_module.bias.name]
-            outputs = (Outputs(place.outputs.first, tensors[b.name], bias),)
+            bias = None if of_module.bias is None else place.outputs.arranged(tensors[of_module.bias.name])
+            outputs = (Outputs(place.outputs.first, place.outputs.arranged(tensors[b.name]), bias),)
             if not isinstance(place.product, AdaptableExperts):
                 terms.setdefault(place.number, []).append(LowRank(tensors[a.name], factor, outputs))
                 continue

@@ -26,13 +26,13 @@ from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.operations import Operations
 from baton.runner.model.attention import PagedAttention
-from baton.runner.model.fused_layers import Mixer
 from baton.runner.model.layers import PackedLinear, head_of
 from baton.runner.model.loop.angles import AngleTables
 from baton.runner.model.loop.steps import (
     FUSED_MLPS,
     FUSED_NORMS,
     Call,
+    Mixer,
     RecordedRows,
     StepRows,
     needed_steps,

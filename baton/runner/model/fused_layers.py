@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -29,37 +29,6 @@ from baton.runner.model.attention import (
     require_no_mask,
 )
 from baton.runner.model.stored.layers import weight_of
-
-
-@runtime_checkable
-class Mixer(Protocol):
-    """What stands in a layer where most models have attention: its rows depend on those of other tokens.
-
-    A module; Baton's loop over the layers takes any that has these, under whatever name a layer has it.
-    """
-
-    layer_idx: int
-
-    @property
-    def products(self) -> Sequence[AdaptableProduct]: ...
-
-    def rows(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """x [T, K], cos and sin [T, R] to [T, K]; with `sample_rows`, which may be empty, only these rows.
-
-        cos and sin are those that transformers' loop gives this part, [T, 0] if it gives it none.
-        """
-        ...
-
-    def record(
-        self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
-    ) -> Rows:
-        """Append to a program what `rows` computes; with `sampling` only for the rows that sample.
-
-        Raises KernelArgumentError for what programs have no operation for.
-        """
-        ...
 
 
 class FusedNorm(nn.Module):
@@ -248,13 +217,25 @@ class OutputGate:
 
     activation: Literal["sigmoid", "softplus"]
     in_queries: bool
-    """Whether each head's gate follows its query in their product; otherwise gates have a product of their own, which
+    """Whether each head's gate follows its query in their module; otherwise gates have a product of their own, which
     gives one number for each head or for each of its columns."""
     row_quantum: int
-    """The activation is computed for multiples of this many rows."""
+    """The activation of gates of heads is computed for multiples of this many rows."""
 
-    def of(self, gates: torch.Tensor) -> torch.Tensor:
-        """The activation of gates [T, N], in their dtype."""
+    def multiplied(self, operations: Operations, attended: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """Attention's result [T, H * D] times the activation of gates [T, H * D] or [T, H]."""
+        if gates.shape == attended.shape:
+            return operations.multiply(attended, gates, self.activation)
+        return (attended.view(*gates.shape, -1) * self._of_heads(gates).unsqueeze(-1)).view(attended.shape)
+
+    def record(self, program: Program, attended: Rows, gates: Rows, *, into: str) -> Rows:
+        """Append to a program what `multiplied` computes. Raises KernelArgumentError for gates of heads."""
+        if gates.width != attended.width:
+            raise KernelArgumentError("x", "is multiplied with gates of heads, for which there is no operation")
+        return program.multiply(attended, gates, self.activation, into=into)
+
+    def _of_heads(self, gates: torch.Tensor) -> torch.Tensor:
+        """The activation of gates [T, H], in their dtype."""
         # torch's elementwise kernels round differently in the tail of a tensor, so only padding may be in the tail.
         padded = functional.pad(gates, (0, 0, 0, -gates.shape[0] % self.row_quantum))
         if self.activation == "sigmoid":
@@ -290,9 +271,9 @@ class FusedAttention(nn.Module, HasProducts):
         """The heads that this rank computes."""
         self._heads, self._kv_heads = len(self.own_heads.queries), len(self.own_heads.kv)
         self._norms = norms
+        self._rotates_first = rotation.norms_last or None in norms
         self._gate = gate
-        self._query_width = self._head_dim * (2 if gate is not None and gate.in_queries else 1)
-        """The columns of a head in the product of queries."""
+        self._has_gates_in_queries = gate is not None and gate.in_queries
         self._how = of_own_heads(how, self.own_heads)
         own_rows = self._own_rows(num_heads, num_kv_heads)
         weights = {name: weight_of(part) for name, part in given.projections.items()}
@@ -301,6 +282,7 @@ class FusedAttention(nn.Module, HasProducts):
             operations.pack_own(*rows_in([*weights.values()], own_rows)),
             next(iter(weights.values())).shape[1],
             [(name, weight.shape[0]) for name, weight in weights.items()],
+            own_rows if self._has_gates_in_queries else (),
         )
         bias = _joined_bias([*weights.values()], [part.bias for part in given.projections.values()])
         self._qkv_bias = None if bias is None else torch.cat([bias[rows.start : rows.stop] for rows in own_rows])
@@ -320,34 +302,42 @@ class FusedAttention(nn.Module, HasProducts):
         return (self._qkv, self._out) if self._gates is None else (self._qkv, self._gates, self._out)
 
     def _own_rows(self, num_heads: int, num_kv_heads: int) -> list[range]:
-        """Where the own queries, keys and values are among the outputs of the stacked weights."""
-        own, dim, of_query = self.own_heads, self._head_dim, self._query_width
-        keys = num_heads * of_query
-        parts = ((0, own.queries, of_query), (keys, own.kv, dim), (keys + num_kv_heads * dim, own.kv, dim))
-        return [range(at + heads.start * size, at + heads.stop * size) for at, heads, size in parts]
+        """Where the own queries, the gates among them, keys and values are among the stacked outputs."""
+        own, dim = self.own_heads, self._head_dim
+        keys = num_heads * dim * (2 if self._has_gates_in_queries else 1)
+        queries = [range(own.queries.start * dim, own.queries.stop * dim)]
+        if self._has_gates_in_queries:
+            # One gate follows each query; here all gates follow all queries, as programs can take them.
+            places = (2 * head + part for part in (0, 1) for head in own.queries)
+            queries = [range(at * dim, (at + 1) * dim) for at in places]
+        kv = (range(at + own.kv.start * dim, at + own.kv.stop * dim) for at in (keys, keys + num_kv_heads * dim))
+        return [*queries, *kv]
+
+    @property
+    def _ends(self) -> tuple[int, int, int]:
+        """Where queries, gates that follow them, and keys end among the columns of their product."""
+        queries, keys = self._heads * self._head_dim, self._kv_heads * self._head_dim
+        gates = 2 * queries if self._has_gates_in_queries else queries
+        return queries, gates, gates + keys
 
     def rows(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x [T, K], cos and sin [T, R] to [T, K]; with `sample_rows`, which may be empty, only these rows."""
         operations, count, dim = self._operations, x.shape[0], self._head_dim
-        keys, values = self._heads * self._query_width, self._heads * self._query_width + self._kv_heads * dim
+        queries, keys, values = self._ends
         qkv = self._qkv.linear(x, self._qkv_bias)
-        queries = qkv[:, :keys].view(count, -1, self._query_width)
-        query, gates = queries[..., :dim], queries[..., dim:]
+        query, gates = qkv[:, :queries].view(count, -1, dim), qkv[:, queries:keys]
         key, value = qkv[:, keys:values].view(count, -1, dim), qkv[:, values:].view(count, -1, dim)
         if self._gates is not None:
-            gates = self._gates.linear(x).view(count, self._heads, -1)
+            gates = self._gates.linear(x)
         query_norm, key_norm = self._norms
-        if query_norm is None or key_norm is None:
+        if self._rotates_first:
             self._rotate_both(qkv, query, key, cos, sin)
-        elif self.rotation.norms_last:
-            self._rotate_both(qkv, query, key, cos, sin)
+        if query_norm is not None and key_norm is not None:
             query = self._normed(query, query_norm, self.own_heads.queries)
             key = self._normed(key, key_norm, self.own_heads.kv)
-        else:
-            query = self._normed(query, query_norm, self.own_heads.queries)
-            key = self._normed(key, key_norm, self.own_heads.kv)
+        if not self._rotates_first:
             self._rotate(query, cos, sin)
             self._rotate(key, cos, sin)
         if sample_rows is not None:
@@ -358,9 +348,9 @@ class FusedAttention(nn.Module, HasProducts):
         )
         if attended.shape[0] == 0:
             return x[:0]
-        if self._gate is not None:
-            attended = attended * self._gate.of(gates.flatten(1)).view(gates.shape)
         own = attended.view(attended.shape[0], -1)
+        if self._gate is not None:
+            own = self._gate.multiplied(operations, own, gates)
         every = operations.ranks.gather(own, [own.shape[1]] * operations.ranks.shard.size)
         return self._out.linear(every, self._out_bias)
 
@@ -382,12 +372,11 @@ class FusedAttention(nn.Module, HasProducts):
         self, qkv: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> None:
         """Rotate queries and keys in their product's rows."""
-        if self._query_width == self._head_dim:
-            width = (self._heads + self._kv_heads) * self._head_dim
-            self._rotate(qkv[:, :width].view(qkv.shape[0], -1, self._head_dim), cos, sin)
-        else:
+        if self._has_gates_in_queries:
             self._rotate(query, cos, sin)
             self._rotate(key, cos, sin)
+        else:
+            self._rotate(qkv[:, : self._ends[2]].view(qkv.shape[0], -1, self._head_dim), cos, sin)
 
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Rotate the first R columns of x [T, H, D] in place."""
@@ -402,28 +391,30 @@ class FusedAttention(nn.Module, HasProducts):
         self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
     ) -> Rows:
         """Append to a program what `rows` computes; with `sampling` only for the rows that sample."""
-        if self._gate is not None:
-            raise KernelArgumentError(
-                "x", "is multiplied with the activation of gates, for which there is no operation"
-            )
-        queries, both = self._heads * self._head_dim, (self._heads + self._kv_heads) * self._head_dim
+        if self._gate is not None and self._operations.ranks.shard.size > 1:
+            raise KernelArgumentError("x", "has only a rank's own gates, and programs gather what attention gives")
+        queries, keys, values = self._ends
         qkv = self._qkv.record(program, x, self._qkv_bias, into="qkv")
-        query, key, value = qkv.columns(0, queries), qkv.columns(queries, both), qkv.columns(both, qkv.width)
+        query, gates = qkv.columns(0, queries), qkv.columns(queries, keys)
+        key, value = qkv.columns(keys, values), qkv.columns(values, qkv.width)
+        if self._gates is not None:
+            gates = self._gates.record(program, x, None, into="gates")
         query_norm, key_norm = self._norms
-        if query_norm is None or key_norm is None:
-            self._record_rotation(program, qkv.columns(0, both), cos, sin)
-        elif self.rotation.norms_last:
-            self._record_rotation(program, qkv.columns(0, both), cos, sin)
+        if self._rotates_first:
+            for turned in (query, key) if self._has_gates_in_queries else (qkv.columns(0, values),):
+                self._record_rotation(program, turned, cos, sin)
+        if query_norm is not None and key_norm is not None:
             query = self._record_norm(program, query, query_norm, into="query")
             key = self._record_norm(program, key, key_norm, into="key")
-        else:
-            query = self._record_norm(program, query, query_norm, into="query")
-            key = self._record_norm(program, key, key_norm, into="key")
+        if not self._rotates_first:
             self._record_rotation(program, query, cos, sin)
             self._record_rotation(program, key, cos, sin)
         if sampling:
             query = program.take_sampled(query, into="sampled query")
         attended = paged.record(program, self.layer_idx, query, key, value, self._how, into="attended")
+        if self._gate is not None:
+            gates = program.take_sampled(gates, into="sampled gates") if sampling else gates
+            attended = self._gate.record(program, attended, gates, into="gated attended")
         return self._out.record(program, attended, self._out_bias, into=into)
 
     def _record_norm(self, program: Program, x: Rows, norm: AnyNorm, *, into: str) -> Rows:

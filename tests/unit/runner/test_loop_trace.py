@@ -218,33 +218,14 @@ WITHOUT_OWN_LOOP = {
     *("deepseek_v2", "deepseek_v3", "axk1", "glm4_moe_lite", "minicpm3", "youtu", "longcat_flash"),  # latent attention
     *("gpt2", "gpt_bigcode", "opt", "gpt_neox", "persimmon"),  # other products, learned positions
     *("bitnet", "jetmoe", "mimo_v2_flash", "nanochat", "olmo", "cohere"),  # other norms, other heads of values
-    *(
-        "bailing_hybrid",
-        "bamba",
-        "falcon_h1",
-        "falcon_mamba",
-        "granitemoehybrid",
-        "jamba",
-        "kimi_linear",
-        "lfm2",
-    ),  # states
-    *(
-        "lfm2_moe",
-        "lfm3",
-        "mamba",
-        "mamba2",
-        "nemotron_h",
-        "olmo_hybrid",
-        "qwen3_5_moe_text",
-        "qwen3_5_text",
-        "qwen3_next",
-        "zamba2",
-    ),
+    *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear"),  # states
+    *("mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_next", "zamba2"),
     *("gemma3n_text", "llama4_text", "ministral3"),  # rows of each layer, positions in the attention
 }
 WITH_PROGRAM = {
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "ministral", "seed_oss"),
     *("gemma", "gemma2", "gemma3_text", "vaultgemma", "exaone4", "smollm3", "hunyuan_v1_dense"),
+    *("lfm2", "qwen3_5_text"),
 }
 
 

@@ -152,8 +152,11 @@ def test_gates_among_the_queries_are_found(dtype: torch.dtype) -> None:
     module.mixer = Qwen3NextAttention(config, 0).to(dtype)
     assert fuse(module, TorchOperations(1), row_quantum=8, release=lambda _part: None) == ""
     assert isinstance(module.mixer, FusedAttention)
-    (queries, _, _), _ = (product.modules for product in module.mixer.products)
+    (queries, keys, _), _ = (product.modules for product in module.mixer.products)
     assert queries.num_outputs == 2 * 4 * 16
+    places = queries.arranged(torch.arange(2 * 4 * 16)).view(2, 4, 16)
+    assert torch.equal(places.transpose(0, 1).flatten(), torch.arange(2 * 4 * 16)), "gates are behind all queries"
+    assert torch.equal(keys.arranged(torch.arange(2 * 16)), torch.arange(2 * 16))
 
 
 @pytest.mark.parametrize(("name", "gate"), [("afmoe", "gate_proj"), ("laguna", "g_proj")])

@@ -8,20 +8,52 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from baton.runner.adapters.adaptable import AdaptableProduct
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.model.attention import PagedAttention
-from baton.runner.model.fused_layers import FusedLayerNorm, FusedMlp, FusedNorm, Mixer, PlainMlp
+from baton.runner.model.fused_layers import FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp
 
 FUSED_NORMS = (FusedNorm, FusedLayerNorm)
 FUSED_MLPS = (FusedMlp, PlainMlp)
+
+
+@runtime_checkable
+class Mixer(Protocol):
+    """What stands in a layer where most models have attention: its rows depend on those of other tokens.
+
+    A module; Baton's loop over the layers takes any that has these, under whatever name a layer has it.
+    """
+
+    layer_idx: int
+
+    @property
+    def products(self) -> Sequence[AdaptableProduct]: ...
+
+    def rows(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [T, K], cos and sin [T, R] to [T, K]; with `sample_rows`, which may be empty, only these rows.
+
+        cos and sin are those that transformers' loop gives this part, [T, 0] if it gives it none.
+        """
+        ...
+
+    def record(
+        self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
+    ) -> Rows:
+        """Append to a program what `rows` computes; with `sampling` only for the rows that sample.
+
+        Raises KernelArgumentError for what programs have no operation for.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from baton.runner.model.attention import EchoAttention, UnsupportedAttention
-from baton.runner.model.fused_layers import FusedAttention, Mixer
+from baton.runner.model.fused_layers import FusedAttention
 from baton.runner.model.layers import head_of
 from baton.runner.model.long_angles import LongAngles, is_rotary
 from baton.runner.model.loop.angles import AngleKind
-from baton.runner.model.loop.steps import FUSED_MLPS, FUSED_NORMS, Call, Step, Sum
+from baton.runner.model.loop.steps import FUSED_MLPS, FUSED_NORMS, Call, Mixer, Step, Sum
 from baton.runner.model.stage import OtherLayer, ReceivedRows, layers_of
 
 _FEW = 2

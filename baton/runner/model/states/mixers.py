@@ -85,12 +85,24 @@ class ShortConvolution(StateMixer):
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
     ) -> torch.Tensor:
         before, behind, rows = self._in.linear(x, self._in_bias).chunk(3, dim=-1)
-        convolved = self.baton_attend.states.convolve(self.layer_idx, before * rows, self._by)
-        out = behind * convolved
+        rows = self._operations.multiply(before, rows, None)
+        out = self._operations.multiply(behind, self.baton_attend.states.convolve(self.layer_idx, rows, self._by), None)
         if sample_rows is not None:
             self._in.keep(sample_rows)
             out = out[sample_rows]
         return x[:0] if out.shape[0] == 0 else self._out.linear(out, self._out_bias)
+
+    def record(
+        self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
+    ) -> Rows:
+        made = self._in.record(program, x, self._in_bias, into="state input")
+        before, behind, rows = _columns(made, *[made.width // 3] * 3)
+        rows = program.multiply(before, rows, None, into="convolution input")
+        convolved = paged.states.record_convolution(program, self.layer_idx, rows, self._by, into="convolved")
+        out = program.multiply(behind, convolved, None, into="gated")
+        if sampling:
+            out = program.take_sampled(out, into="sampled gated")
+        return self._out.record(program, out, self._out_bias, into=into)
 
 
 class GatedDeltaNet(StateMixer):

@@ -15,6 +15,7 @@ from baton.engine.runner import STATE_BYTES, KVLayout, LayerState
 from baton.errors import ConfigError
 from baton.runner.backends.attention_call import StepLayout
 from baton.runner.backends.cpu.kernels.buffers import Rows
+from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.ranks.ranks import Ranks
@@ -157,6 +158,8 @@ class PagedStates:
 
     def record_convolution(self, program: Program, layer: int, rows: Rows, by: Convolution, *, into: str) -> Rows:
         """Append to a program what `convolve` does; the weight is float32."""
+        if self._operations.ranks.shard.size > 1:
+            raise KernelArgumentError("x", "has the columns of all ranks, of which each convolves its own alone")
         view, group = self._rows[layer], self._groups[layer]
         return program.convolve(rows, by.weight, by.bias, by.activation, view, group, into=into)
 

@@ -193,8 +193,7 @@ def state_mixer_of(child: nn.Module, operations: Operations) -> StateMixer | Non
     """The mixer that may compute what a module computes; None if there is none."""
     names = {name for name, _ in child.named_children()}
     kind = next((kind for kind, parts in _MIXERS.items() if names == set(parts)), None)
-    # Ranks would have to gather columns between the operations.
-    if kind is None or operations.ranks.shard.size > 1:
+    if kind is None:
         return None
     try:
         return kind(operations, child)

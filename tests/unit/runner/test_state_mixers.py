@@ -23,7 +23,7 @@ def layer(kind: type[nn.Module], name: str, dtype: torch.dtype = torch.float32) 
     torch.manual_seed(3)
     config = AutoConfig.for_model(**LISTED_TYPES[name])
     index = next(i for i, of_layer in enumerate(config.layer_types) if of_layer != "full_attention")
-    built = kind(config, index)  # type: ignore[call-arg]
+    built = kind(config, index)
     for parameter in built.parameters():
         nn.init.normal_(parameter, std=0.3)
     holder = nn.Module()

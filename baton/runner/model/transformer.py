@@ -454,6 +454,8 @@ class Transformer(CachedModel):
         operations = self._operations
         if self._decoder is None or not isinstance(operations, CudaOperations) or operations.record is None:
             return None
+        if self.layout.keeps_states:
+            return None  # torch computes states with numbers of the step on the host
         return DecodeGraphs(operations, self._attention, self._decoder.forward, max_model_len, self.layout.block_size)
 
     def _forward(

@@ -87,7 +87,7 @@ def _attend(context: StageContext, shape: Shape, case: Case) -> None:
     query = torch.empty(rows, shape.heads, shape.head_dim, dtype=dtype, device=device)
     fill_by_counter(query, "query", deviation=1.0)
     # The last layer's blocks are read in random order, as a pool hands them out after a while.
-    cache = cache_views(memory, layout, ONE_RANK.shard)[-1]
+    *_, cache = cache_views(memory, layout, ONE_RANK.shard).values()
     order = 1 + torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(0)).to(torch.int32)
     tables = torch.zeros(len(widths), max(widths), dtype=torch.int32)
     for row, blocks in enumerate(torch.split(order, widths)):

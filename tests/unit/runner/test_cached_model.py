@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.engine.runner import STATE_WINDOW, KVLayout, LayerGeometry, LayerGroup, LayerState
+from baton.runner.loading import states_path
 from baton.runner.model.cached_model import group_layers, larger_for_states
 
 ONE = LayerGeometry(2, 8, 8)
@@ -96,3 +97,13 @@ def test_groups_must_have_each_layer_once() -> None:
     for wrong in [(LayerGroup((0,)),), (LayerGroup((0, 1)), LayerGroup((1,)))]:
         with pytest.raises(ValueError, match="must have each of the 2 layers once"):
             KVLayout(4, (ONE, ONE), "float32", wrong)
+
+
+def test_operators_are_told_what_states_take() -> None:
+    path = states_path(grouped(STATE, ONE, STATE))
+    assert path is not None
+    assert (path.part, path.runs) == ("states", "1 KiB of a sequence in the KV cache, kept every 4 tokens")
+    large = states_path(of(LayerState(heads=16, key_dim=128, value_dim=128), ONE))
+    assert large is not None
+    assert large.runs.startswith("1 MiB of a sequence")
+    assert states_path(of(ONE)) is None

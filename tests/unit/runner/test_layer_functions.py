@@ -12,7 +12,7 @@ from transformers.models.jamba.modeling_jamba import mamba_selective_scan
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 
 from baton.runner.model.attention import number_layers
-from baton.runner.model.states.keepers import Convolution, RecurrentRows
+from baton.runner.model.states.keepers import Convolution, RecurrentRows, UnsupportedState
 from baton.runner.model.states.layer_functions import keep_states_in_cache
 from tests.support.kernel_inputs import randn
 
@@ -98,6 +98,14 @@ def test_a_layer_computes_with_baton_what_it_computes_with_transformers(
     asked = layer(**given)
     assert not torch.equal(asked, expected)  # it is summed in another order
     torch.testing.assert_close(asked, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("layer", "given"), [(DeltaLayer(), kimi_inputs()), (MambaLayer(), mamba_inputs())])
+def test_what_a_layer_asks_for_besides_is_refused(layer: nn.Module, given: dict[str, Any]) -> None:
+    keep_states_in_cache(layer)
+    with pytest.raises(UnsupportedState, match="layer 3 computes its state with seq_idx, which"):
+        layer(**given, seq_idx=torch.zeros(7))
+    layer(**given, seq_idx=None, chunk_size=16)
 
 
 def test_attention_that_is_told_its_layer_with_each_call_gets_the_number_of_its_place() -> None:

@@ -22,6 +22,9 @@ from baton.runner.backends.ranks.ranks import Ranks
 from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall, StateStep, StateView
 from baton.runner.parts import Shard, columns_of_ranks
 
+DELTA_RULE_NORM_EPS = 1e-6
+"""By which layers with a delta rule norm queries and keys."""
+
 
 class UnsupportedState(ConfigError):
     """The model keeps states in a way that the cache has no room for."""

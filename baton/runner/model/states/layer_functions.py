@@ -17,10 +17,19 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from baton.runner.model.states.keepers import Convolution, KeepStates, RecurrentRows, UnsupportedState
+from baton.runner.model.states.keepers import (
+    DELTA_RULE_NORM_EPS,
+    Convolution,
+    KeepStates,
+    RecurrentRows,
+    UnsupportedState,
+)
 
-_NORM_EPS = 1e-6
-"""By which the layers with a delta rule norm queries and keys."""
+_WITHOUT_EFFECT = frozenset(
+    {"chunk_size", "position_embeddings", "output_router_logits", "use_mambapy", "use_associative_scan"}
+)
+"""What layers tell these functions that changes no result. Other keywords that a function does not name are refused,
+unless their value is None or False, which ask for nothing."""
 
 
 def keep_states_in_cache(module: nn.Module) -> None:
@@ -48,6 +57,19 @@ def _stateful_methods(kind: type) -> Iterator[tuple[str, FunctionType, list[str]
             yield name, method, called
 
 
+def _require_known(layer: Any, keywords: Mapping[str, Any]) -> None:
+    """Raise UnsupportedState for keywords that ask for what is not computed here."""
+    unknown = [
+        name
+        for name, value in keywords.items()
+        if name not in _WITHOUT_EFFECT and value is not None and value is not False
+    ]
+    if unknown:
+        raise UnsupportedState(
+            f"its layer {layer.layer_idx} computes its state with {', '.join(unknown)}, which is not computed here"
+        )
+
+
 def _states_of(layer: Any) -> KeepStates:
     keeper: KeepStates = layer.baton_attend.states
     return keeper
@@ -59,9 +81,10 @@ def _convolve(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
-    **_: Any,
+    **keywords: Any,
 ) -> torch.Tensor:
     """`causal_conv1d_fn`: hidden_states [1, W, T], weight [W, K] to [1, W, T]."""
+    _require_known(layer, keywords)
     if activation not in (None, "silu", "swish"):
         raise UnsupportedState(f"its layer {layer.layer_idx} convolves with the activation {activation!r}")
     by = Convolution(
@@ -80,10 +103,11 @@ def _delta_rule(
     beta: torch.Tensor,
     *,
     use_qk_l2norm_in_kernel: bool = False,
-    **_: Any,
+    **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
     """`torch_chunk_gated_delta_rule`: query and key [1, T, G, DK], value [1, T, H, DV], g [1, T, H]; and
     `chunk_kimi_delta_attention`, with g [1, T, H, DK]."""
+    _require_known(layer, keywords)
     rows = RecurrentRows(
         query[0],
         key[0],
@@ -91,7 +115,7 @@ def _delta_rule(
         g[0].float(),
         beta[0].float(),
         query.shape[-1] ** -0.5,
-        _NORM_EPS if use_qk_l2norm_in_kernel else None,
+        DELTA_RULE_NORM_EPS if use_qk_l2norm_in_kernel else None,
         value.shape[2],
     )
     return _states_of(layer).recur(layer.layer_idx, rows).unsqueeze(0), None
@@ -104,15 +128,15 @@ def _mamba2_scan(
     A: torch.Tensor,
     B: torch.Tensor,
     C: torch.Tensor,
-    chunk_size: int,
     D: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
-    **_: Any,
+    **keywords: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, None]:
     """`mamba2_chunk_scan`: hidden_states [1, T, H, DV], dt [1, T, H], B and C [1, T, G, DK] (arXiv 2405.21060)."""
+    _require_known(layer, keywords)
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
     wide = hidden_states.float()
@@ -136,12 +160,13 @@ def _mamba_scan(
     delta_bias: torch.Tensor | None = None,
     delta_softplus: bool = False,
     return_last_state: bool = False,
-    **_: Any,
+    **keywords: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, None]:
     """`mamba_selective_scan`: hidden_states, dt and z [1, W, T], A [W, DK], B and C [1, DK, T] (arXiv 2312.00752).
 
     Each of the W channels is a head with values of one number and decays of its own.
     """
+    _require_known(layer, keywords)
     dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
     dt = (functional.softplus(dt) if delta_softplus else dt).float()[0].transpose(0, 1)
     wide = hidden_states.float()[0].transpose(0, 1)

@@ -19,11 +19,8 @@ from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.operations import Operations
 from baton.runner.model.attention import AttendOrKeep, PagedAttention
-from baton.runner.model.states.keepers import Convolution, RecordedRows, RecurrentRows
+from baton.runner.model.states.keepers import DELTA_RULE_NORM_EPS, Convolution, RecordedRows, RecurrentRows
 from baton.runner.model.stored.layers import weight_of
-
-_NORM_EPS = 1e-6
-"""By which the layers with a delta rule norm queries and keys."""
 
 
 class StateMixer(nn.Module, HasProducts):
@@ -138,7 +135,7 @@ class GatedDeltaNet(StateMixer):
             self._operations.gate(step, "softplus", self._step_bias, self._decay),
             self._operations.gate(beta, "sigmoid", None, None),
             key_dim**-0.5,
-            _NORM_EPS,
+            DELTA_RULE_NORM_EPS,
             heads,
         )
         out = self.baton_attend.states.recur(self.layer_idx, rows)
@@ -162,7 +159,9 @@ class GatedDeltaNet(StateMixer):
         query, key, value = _columns(convolved, keys, keys, values)
         decay = program.gate(step, "softplus", self._step_bias, self._decay, into="decay")
         rows = RecordedRows(query, key, value, decay, program.gate(beta, "sigmoid", None, None, into="beta"))
-        out = paged.states.record_recurrence(program, self.layer_idx, rows, key_dim**-0.5, _NORM_EPS, into="recurred")
+        out = paged.states.record_recurrence(
+            program, self.layer_idx, rows, key_dim**-0.5, DELTA_RULE_NORM_EPS, into="recurred"
+        )
         if sampling:
             out = program.take_sampled(out, into="sampled recurred")
             gate = program.take_sampled(gate, into="sampled gate")

@@ -1,0 +1,84 @@
+"""Layers that keep states are taken by Baton's loop if a mixer computes and asks for the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig
+from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+
+from baton.runner.backends.torch_operations import TorchOperations
+from baton.runner.model.recognition import fuse
+from baton.runner.model.states.mixers import GatedDeltaNet, ShortConvolution
+from tests.support.listed_types import LISTED_TYPES
+
+
+def layer(kind: type[nn.Module], name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A layer of this kind in a module of its own, whose tensors are all random."""
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(**LISTED_TYPES[name])
+    index = next(i for i, of_layer in enumerate(config.layer_types) if of_layer != "full_attention")
+    built = kind(config, index)
+    for parameter in built.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    holder = nn.Module()
+    holder.layer = built.to(dtype)
+    return holder.requires_grad_(False)
+
+
+def fused(holder: nn.Module) -> nn.Module:
+    fuse(holder, TorchOperations(1), 8, lambda part: None)
+    return holder.get_submodule("layer")
+
+
+LAYERS = [(Lfm2ShortConv, "lfm2", ShortConvolution), (Qwen3_5GatedDeltaNet, "qwen3_5_text", GatedDeltaNet)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("kind", "name", "mixer"), LAYERS)
+def test_a_layer_that_keeps_a_state_becomes_a_mixer(kind: Any, name: str, mixer: type, dtype: torch.dtype) -> None:
+    assert type(fused(layer(kind, name, dtype))) is mixer
+
+
+def change_by(tensor: torch.Tensor, amount: float) -> None:
+    tensor += amount
+
+
+def double(part: Any) -> None:
+    part.register_forward_hook(lambda _part, _given, out: 2 * out)
+
+
+def with_other(name: str) -> Callable[[Any], None]:
+    """Let a layer compute with another tensor than it says: some of them only what it asks of its state tells."""
+
+    def change(part: Any) -> None:
+        tensor = part.get_parameter(name)
+        part.register_forward_pre_hook(lambda *_: change_by(tensor, 0.5))
+        part.register_forward_hook(lambda *_: change_by(tensor, -0.5))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "change"),
+    [
+        *((kind, name, double) for kind, name, _ in LAYERS),
+        (Lfm2ShortConv, "lfm2", with_other("conv.weight")),
+        *((Qwen3_5GatedDeltaNet, "qwen3_5_text", with_other(of)) for of in ("A_log", "dt_bias", "conv1d.weight")),
+    ],
+)
+def test_a_layer_that_computes_something_else_stays(kind: Any, name: str, change: Callable[[Any], None]) -> None:
+    holder = layer(kind, name)
+    change(holder.get_submodule("layer"))
+    assert isinstance(fused(holder), kind)
+
+
+def test_a_layer_with_further_parts_stays() -> None:
+    holder = layer(Lfm2ShortConv, "lfm2")
+    holder.layer.extra = nn.Identity()
+    assert isinstance(fused(holder), Lfm2ShortConv)

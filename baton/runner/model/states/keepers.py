@@ -80,6 +80,13 @@ class KeepStates(Protocol):
         ...
 
 
+class HasStates(Protocol):
+    """What computes a model's layers (model/attention.py), as far as layers that keep a state ask it."""
+
+    @property
+    def states(self) -> KeepStates: ...
+
+
 def state_views(
     memory: torch.Tensor, layout: KVLayout, shard: Shard
 ) -> tuple[dict[int, StateView], dict[int, StateView]]:
@@ -179,6 +186,13 @@ class PagedStates:
             raise RuntimeError("a state was asked for outside of a step")
         kept = layout.seq_lens if layout.kept_lens is None else layout.kept_lens
         return StateStep(layout.query_start, layout.seq_lens, kept, layout.block_tables[self._groups[layer]])
+
+
+class HasPagedStates(Protocol):
+    """What computes a model's layers over the cache, as far as layers that keep a state ask it."""
+
+    @property
+    def states(self) -> PagedStates: ...
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:

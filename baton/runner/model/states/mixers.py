@@ -18,15 +18,21 @@ from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.operations import Operations
-from baton.runner.model.attention import AttendOrKeep, PagedAttention
-from baton.runner.model.states.keepers import DELTA_RULE_NORM_EPS, Convolution, RecordedRows, RecurrentRows
+from baton.runner.model.states.keepers import (
+    DELTA_RULE_NORM_EPS,
+    Convolution,
+    HasPagedStates,
+    HasStates,
+    RecordedRows,
+    RecurrentRows,
+)
 from baton.runner.model.stored.layers import weight_of
 
 
 class StateMixer(nn.Module, HasProducts):
     """What mixers with states have in common."""
 
-    baton_attend: AttendOrKeep
+    baton_attend: HasStates
     _in: AdaptableProduct
     _out: AdaptableProduct
 
@@ -50,7 +56,7 @@ class StateMixer(nn.Module, HasProducts):
         return self.rows(hidden_states[0].contiguous(), nothing, nothing).unsqueeze(0)
 
     def record(
-        self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
+        self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: HasPagedStates, *, sampling: bool, into: str
     ) -> Rows:
         """Append to a program what `rows` computes. Raises KernelArgumentError."""
         raise KernelArgumentError("part", f"is a {type(self).__name__}, which programs have no operations for")
@@ -90,7 +96,7 @@ class ShortConvolution(StateMixer):
         return x[:0] if out.shape[0] == 0 else self._out.linear(out, self._out_bias)
 
     def record(
-        self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
+        self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: HasPagedStates, *, sampling: bool, into: str
     ) -> Rows:
         made = self._in.record(program, x, self._in_bias, into="state input")
         before, behind, rows = _columns(made, *[made.width // 3] * 3)
@@ -149,7 +155,7 @@ class GatedDeltaNet(StateMixer):
         return self._out.linear(normed.flatten(1), self._out_bias)
 
     def record(
-        self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
+        self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: HasPagedStates, *, sampling: bool, into: str
     ) -> Rows:
         (groups, heads), (key_dim, value_dim) = self._heads, self._dims
         keys, values = groups * key_dim, heads * value_dim

@@ -273,6 +273,7 @@ class StageModule:
         if not stage.is_first:
             module.set_input_embeddings(NoEmbedding(width, dtype))
             self._received = layers[before] = ReceivedRows(layers[before])
+            layers[before + 1].register_forward_pre_hook(_take_as_rows, with_kwargs=True)
         if not stage.is_last:
             if head_of(module) is not None:
                 module.set_output_embeddings(NoHead(width, dtype))
@@ -289,6 +290,15 @@ class StageModule:
             return None
         rows, self._kept.rows = self._kept.rows, torch.empty(0)
         return rows
+
+
+def _take_as_rows(_layer: nn.Module, given: Any, named: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Let a layer be given what a stand-in returned as rows, which its parts may index."""
+
+    def plain(value: Any) -> Any:
+        return value.as_subclass(torch.Tensor) if isinstance(value, AsReturned) else value
+
+    return tuple(map(plain, given)), {name: plain(value) for name, value in named.items()}
 
 
 def _width_of(embedding: nn.Module) -> int:

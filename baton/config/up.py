@@ -34,7 +34,7 @@ class UpConfig(RouterSettings, NodeSettings):
     prefill_block_size: Count | None = Field(
         None,
         description="block_size of prefill nodes. Default: block_size. It must divide that of decode nodes, or be "
-        "divided by it.",
+        "divided by it, and equal it for a model that keeps states.",
     )
     decode_block_size: Count | None = Field(None, description="block_size of decode nodes. Default: block_size.")
     routers: Annotated[int, Field(ge=1, le=8)] = Field(

@@ -133,7 +133,9 @@ class Commit:
         if request.encoder_inputs:
             state.encoder_cache.computed(request_id, request.encoder_inputs, num_computed_tokens)
         self._drop_unseen(request, num_computed_tokens)
-        if num_scheduled_tokens > 1 or request.num_output_tokens == request.num_given_tokens:
+        has_output = request.num_output_tokens > request.num_given_tokens
+        # With states, right drafts are computed again as known tokens, and are no chunk of a prompt.
+        if not has_output or (num_scheduled_tokens > 1 and not self._config.keeps_states):
             state.events.record(EngineCoreEventType.CHUNK_COMPUTED, request, num_computed_tokens)
         if request.leg is Leg.PREFILL:
             block_ids = state.kv_cache_manager.submitted_block_ids(request)

@@ -136,16 +136,18 @@ class TransformersLogits:
         count = self._num_compared(transformer)
         tokens, blocks = self.tokens[:count], block_count(transformer, count)
         whole, parts = (check_state(name, tokens, 1 + number * blocks, blocks) for number, name in enumerate("wp"))
-        behind = check_state("behind", tokens, 1, blocks)
-        behind.num_computed_tokens = min(_CONTEXT, count - 1)
-        if transformer.layout.keeps_states:
-            # They are there behind whole stripes, and behind the last token.
-            behind.num_computed_tokens = (count - 1) // transformer.layout.block_size * transformer.layout.block_size
         differences = {
             "at once": self._difference(transformer, whole, (count,)),
             "in pieces": self._difference(transformer, parts, _PIECES),
-            "behind a context in the cache": self._difference(transformer, behind, (count,)),
         }
+        context, size = min(_CONTEXT, count - 1), transformer.layout.block_size
+        if transformer.layout.keeps_states:
+            # They are there behind whole stripes, and behind the last token.
+            context = (count - 1) // size * size
+        if context or not transformer.layout.keeps_states:
+            behind = check_state("behind", tokens, 1, blocks)
+            behind.num_computed_tokens = context
+            differences["behind a context in the cache"] = self._difference(transformer, behind, (count,))
         transformer.clear_blocks(1 + 2 * blocks)
         return next((f"computed {how}, {why}" for how, why in differences.items() if why), "")
 

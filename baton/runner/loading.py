@@ -39,7 +39,7 @@ from baton.runner.ranks.rank_group import RankGroup
 from baton.runner.ranks.rank_leader import RankLeader
 from baton.runner.self_check import why_not_bit_exact
 from baton.runner.shared_by_loaders import model_info, named_errors, prepared_operations, settle
-from baton.runner.spec import CacheSpec, DraftSpec, TorchSpec, WeightSpec, check_hosts
+from baton.runner.spec import CacheSpec, DraftSpec, TorchSpec, WeightSpec, check_hosts, num_larger_scratch_blocks
 from baton.runner.stage_spec import StageSpec
 from baton.runner.stages.leading_stage import LeadingStage
 from baton.runner.stages.stage_leader import StageLeader
@@ -50,6 +50,11 @@ _log = logging.getLogger(__name__)
 
 _MAX_DRAFTING = 64
 """The most requests whose drafts may all reach beyond their blocks in one step."""
+
+
+def _num_scratch_blocks(num_drafts: int, block_size: int) -> int:
+    """The blocks for drafts that reach beyond the blocks of their requests."""
+    return _MAX_DRAFTING * -(-num_drafts // block_size)
 
 
 def load_runner(
@@ -319,28 +324,27 @@ class LoadedDraftModel:
             )
         return cls(spec, loaded, transformer)
 
-    @property
-    def num_scratch_blocks(self) -> int:
-        """The blocks for drafts that reach beyond the blocks of their requests."""
-        return _MAX_DRAFTING * -(-self.spec.num_tokens // self.transformer.layout.block_size)
-
     def beside(self, cache: CacheSpec) -> CacheSpec:
-        """The cache of the model that it drafts for, beside its own."""
-        block_bytes = self.transformer.layout.block_bytes
-        return replace(cache, block_bytes_beside=block_bytes, num_blocks_beside=self.num_scratch_blocks)
+        """The cache of the model that it drafts for, beside its own, with blocks of the configured size."""
+        layout = self.transformer.layout
+        num_scratch_blocks = _num_scratch_blocks(self.spec.num_tokens, layout.block_size)
+        return replace(cache, block_bytes_beside=layout.block_bytes, num_blocks_beside=num_scratch_blocks)
 
     def start(self, drafted_for: Transformer, model: ModelInfo) -> DraftModel:
         """Allocate the cache, with a block for each of the other model's. Raises ConfigError.
 
         `drafted_for` and `model`: the other model, whose requests end with its own tokens.
         """
-        layout = drafted_for.layout
+        layout, own_size = drafted_for.layout, self.transformer.layout.block_size
+        num_scratch_blocks = num_larger_scratch_blocks(
+            _num_scratch_blocks(self.spec.num_tokens, own_size), layout.block_size // own_size
+        )
         self.transformer.take_block_size(layout.block_size)
-        self.transformer.allocate_cache(drafted_for.num_blocks + self.num_scratch_blocks)
+        self.transformer.allocate_cache(drafted_for.num_blocks + num_scratch_blocks)
         return DraftModel(
             self.transformer,
             num_blocks=drafted_for.num_blocks,
-            num_scratch_blocks=self.num_scratch_blocks,
+            num_scratch_blocks=num_scratch_blocks,
             num_groups=len(layout.groups),
             max_model_len=self.transformer.max_model_len,
             vocab_size=self.loaded.config.vocab_size,
@@ -353,8 +357,8 @@ class LoadedDraftModel:
         weights = self.loaded.weights
         name = self.spec.model_dir.resolve().name
         why_worse = (
-            "every layer of the model has an attention window, so drafts see no more of a text than the blocks that "
-            "the window has not passed"
+            "no layer of the model attends to a whole text, so drafts see no more of it than the blocks that the "
+            "model's windows or states have not passed"
             if drafted_for.layout.windows[0] is not None
             else ""
         )

@@ -21,6 +21,17 @@ class DraftSpec:
     quantization: Literal["int8", "int4"] | None = None
 
 
+_LEAST_SCRATCH_BLOCKS = 4
+
+
+def num_larger_scratch_blocks(count: int, factor: int) -> int:
+    """How many scratch blocks of `factor` times as many tokens do for a draft model what `count` of them do.
+
+    The larger blocks are, the fewer requests are so close to the end of theirs that drafts reach beyond it.
+    """
+    return max(min(count, _LEAST_SCRATCH_BLOCKS), -(-count // factor))
+
+
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
     """The size of a KV cache, in blocks or in bytes (exactly one of the two is set), and what it holds."""
@@ -38,7 +49,8 @@ class CacheSpec:
 
     def of_larger_blocks(self, factor: int) -> CacheSpec:
         """The same size for blocks of so many times as many tokens, those of the draft model among them."""
-        return replace(self, block_bytes_beside=factor * self.block_bytes_beside)
+        num_blocks_beside = num_larger_scratch_blocks(self.num_blocks_beside, factor)
+        return replace(self, block_bytes_beside=factor * self.block_bytes_beside, num_blocks_beside=num_blocks_beside)
 
     def blocks(self, block_bytes: int) -> int:
         """The number of blocks; raises ConfigError for fewer than two (the first one is the null block)."""

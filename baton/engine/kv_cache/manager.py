@@ -102,14 +102,16 @@ class KVCacheManager:
         """Whether a request has a block table."""
         return request_id in self._tables
 
-    def shared_prefix(self, request: Request, num_tokens: int) -> ComputedBlocks | None:
+    def shared_prefix(self, request: Request, num_tokens: int, *, is_idle: bool = False) -> ComputedBlocks | None:
         """The first `num_tokens` computed tokens of a live request, for another request that begins with these tokens.
 
         Full blocks are shared; a partly filled stripe is copied. None: the live request has already dropped KV that the
-        other one's next query sees, or never had it, or its states are those behind further tokens.
+        other one's next query sees, or never had it.
+        With states these are fewer tokens, those of full blocks: a partly filled stripe has the states behind the last
+        token of it, and a step in flight may have moved them on. `is_idle`: no step has the live request.
         """
-        if self._keeps_states and num_tokens % self.block_size and request.num_computed_tokens != num_tokens:
-            return None
+        if self._keeps_states and not (is_idle and request.num_computed_tokens == num_tokens):
+            num_tokens -= num_tokens % self.block_size
         blocks, groups = self._tables[request.request_id].blocks, self.num_groups
         full = num_tokens // self.block_size * groups
         end = full + groups if num_tokens % self.block_size else full

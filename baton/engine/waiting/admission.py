@@ -256,7 +256,7 @@ class Admission:
         if request.computes_every_token:
             return NO_COMPUTED_BLOCKS
         if (parent := self._parent(request)) is not None:
-            shared = self._manager.shared_prefix(parent, request.num_tokens - 1)
+            shared = self._manager.shared_prefix(parent, request.num_tokens - 1, is_idle=True)
             if shared is not None:
                 return shared
         decoding = self._state.decodes.request_ids

@@ -49,7 +49,7 @@ from baton.runner.torch_threads import elementwise_threads
 _STATES_TO_KEYS = 4
 """How many times the memory of a block's keys its states may take before blocks get more tokens."""
 _MOST_TOKENS_FOR_STATES = 512
-"""With so many tokens in a block, it gets no more for the sake of its states."""
+"""A block gets no more tokens for the sake of its states."""
 _VECTOR = 64
 """The most elements that one iteration of a torch elementwise kernel processes (AVX-512: two registers of bfloat16)."""
 
@@ -272,7 +272,7 @@ def larger_for_states(layout: KVLayout) -> KVLayout:
     computed again.
     """
     states = sum(layer.num_bytes for layer in layout.layers if isinstance(layer, LayerState))
-    while states and layout.block_size < _MOST_TOKENS_FOR_STATES:
+    while states and 2 * layout.block_size <= _MOST_TOKENS_FOR_STATES:
         elements = sum(
             layout.layer_elements(index)
             for index, layer in enumerate(layout.layers)

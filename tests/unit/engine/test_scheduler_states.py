@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from baton.engine.batch import EngineCoreEventType
 from baton.engine.core import EngineCore
 from baton.engine.runner import STATE_WINDOW
 from baton.engine.sequences.sequence_group import sequence_id
@@ -15,8 +18,8 @@ from tests.support.engine_rig import EngineRig
 SIZE = 4
 
 
-def rig_with_states(num_blocks: int = 65, windows: tuple[int | None, ...] = (None, STATE_WINDOW)) -> EngineRig:
-    return EngineRig(num_blocks, windows=windows, keeps_states=True)
+def rig_with_states(num_blocks: int = 65, **limits: Any) -> EngineRig:
+    return EngineRig(num_blocks, windows=(None, STATE_WINDOW), keeps_states=True, **limits)
 
 
 def num_computed(rig: EngineRig) -> int:
@@ -72,6 +75,25 @@ def test_sequences_of_one_prompt_begin_where_its_states_are() -> None:
     assert [rig.tokens[name] for name in names] == [rig.expected(name, 4) for name in names]
 
 
+@pytest.mark.parametrize("caches", [False, True])
+def test_sequences_of_one_prompt_compute_at_most_a_block_of_it_again(caches: bool) -> None:
+    rig = rig_with_states(enable_prefix_caching=caches)
+    rig.add("r", 43, max_tokens=6, n=5)
+    assert num_computed(rig) <= 43 + 4 * SIZE + 5 * 5
+
+
+def test_a_stripe_of_a_sequence_that_a_step_may_have_moved_on_is_not_shared() -> None:
+    """A step in flight changes states in place, and the sequence's numbers only when it is committed."""
+    rig = rig_with_states()
+    request = rig.begin("r", 11, max_tokens=4, n=2)
+    manager = rig.scheduler.kv_cache_manager
+    assert request.num_computed_tokens == 11
+    shared, copied = manager.shared_prefix(request, 11), manager.shared_prefix(request, 11, is_idle=True)
+    assert shared is not None
+    assert copied is not None
+    assert (shared.num_tokens, copied.num_tokens) == (8, 11)
+
+
 def test_other_sequences_of_a_prompt_that_came_from_elsewhere_compute_a_part_of_a_block() -> None:
     rig = rig_with_states()
     rig.add("d", 11, leg=Leg.DECODE, max_tokens=3, n=3)
@@ -94,6 +116,8 @@ def test_drafts_follow_each_other_though_right_ones_are_computed_again() -> None
         rig.commit(output, rig.runner.execute_model(output))
     assert rig.tokens["r"] == rig.expected("r", 24)
     assert sizes[:3] == [1 + 3, 4 + 3, 4 + 3], "the known tokens, those of right drafts among them, and new drafts"
+    chunks = [event for event in rig.scheduler.take_events() if event.type is EngineCoreEventType.CHUNK_COMPUTED]
+    assert len(chunks) == 1, "no known token is one of a prompt's chunk"
     assert len(sizes) == 6
 
 

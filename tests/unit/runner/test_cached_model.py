@@ -83,6 +83,7 @@ def test_blocks_get_more_tokens_until_their_states_cost_little_beside_their_keys
     assert larger_for_states(of(ONE, *(STATE,) * 10)).block_size == 4, "10 x 192 bytes are less than 4 x 512"
     assert larger_for_states(of(ONE, *(STATE,) * 11)).block_size == 8
     assert larger_for_states(of(STATE)).block_size == 512
+    assert larger_for_states(replace(of(STATE), block_size=24)).block_size == 384, "not beyond 512"
     assert larger_for_states(of(ONE)).block_size == 4
 
 

@@ -12,7 +12,7 @@ from transformers.models.jamba.modeling_jamba import mamba_selective_scan
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 
 from baton.runner.model.attention import number_layers
-from baton.runner.model.states.keepers import Convolution, RecurrentRows, UnsupportedState
+from baton.runner.model.states.keepers import Convolution, ProbeStates, RecurrentRows, UnsupportedState
 from baton.runner.model.states.layer_functions import keep_states_in_cache
 from tests.support.kernel_inputs import randn
 
@@ -106,6 +106,15 @@ def test_what_a_layer_asks_for_besides_is_refused(layer: nn.Module, given: dict[
     with pytest.raises(UnsupportedState, match="layer 3 computes its state with seq_idx, which"):
         layer(**given, seq_idx=torch.zeros(7))
     layer(**given, seq_idx=None, chunk_size=16)
+
+
+def test_a_state_without_numbers_is_refused() -> None:
+    """As a configuration can ask for: a convolution of one tap sees no token before."""
+    with pytest.raises(UnsupportedState, match="layer 3 has a convolution of one tap"):
+        ProbeStates().convolve(3, torch.zeros(5, 4), Convolution(torch.zeros(4, 1), None, None, 4))
+    rows, empty = torch.zeros(5, 2, 4), torch.zeros(5, 2, 0)
+    with pytest.raises(UnsupportedState, match="layer 3 has a recurrence without numbers"):
+        ProbeStates().recur(3, RecurrentRows(empty, empty, rows, torch.zeros(5, 2), None, 1.0, None, 2))
 
 
 def test_attention_that_is_told_its_layer_with_each_call_gets_the_number_of_its_place() -> None:

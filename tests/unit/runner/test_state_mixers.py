@@ -14,6 +14,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.model.recognition import fuse
+from baton.runner.model.states import layer_functions
 from baton.runner.model.states.mixers import GatedDeltaNet, ShortConvolution
 from tests.support.listed_types import LISTED_TYPES
 
@@ -76,6 +77,18 @@ def test_a_layer_that_computes_something_else_stays(kind: Any, name: str, change
     holder = layer(kind, name)
     change(holder.get_submodule("layer"))
     assert isinstance(fused(holder), kind)
+
+
+def test_a_layer_that_does_not_norm_queries_and_keys_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_functions, "DELTA_RULE_NORM_EPS", None)
+    assert isinstance(fused(layer(Qwen3_5GatedDeltaNet, "qwen3_5_text")), Qwen3_5GatedDeltaNet)
+
+
+def test_a_layer_that_fails_as_it_was_read_stays() -> None:
+    """Its parts have the names of a mixer's, and other shapes."""
+    holder = layer(Lfm2ShortConv, "lfm2")
+    holder.layer.in_proj = nn.Linear(holder.layer.in_proj.in_features, 2 * holder.layer.in_proj.in_features)
+    assert isinstance(fused(holder.requires_grad_(False)), Lfm2ShortConv)
 
 
 def test_a_layer_with_further_parts_stays() -> None:

@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -355,6 +355,13 @@ def test_the_size_of_the_cache_follows_from_the_settings() -> None:
     for wrong in (CacheSpec(), CacheSpec(5, 500), CacheSpec(num_blocks=1), CacheSpec(cache_bytes=199)):
         with pytest.raises(ConfigError):
             wrong.blocks(100)
+
+
+def test_blocks_of_more_tokens_need_fewer_blocks_for_drafts_beyond_their_ends() -> None:
+    beside = CacheSpec(cache_bytes=1 << 20, block_bytes_beside=100, num_blocks_beside=64)
+    assert beside.of_larger_blocks(1) == beside
+    assert beside.of_larger_blocks(4) == replace(beside, block_bytes_beside=400, num_blocks_beside=16)
+    assert beside.of_larger_blocks(32) == replace(beside, block_bytes_beside=3200, num_blocks_beside=4)
 
 
 def test_rows_fill_vectors_on_each_thread() -> None:

@@ -213,6 +213,8 @@ class ProbeStates:
         state = self.layers.get(layer, LayerState())
         if state.rows:
             raise UnsupportedState(f"its layer {layer} computes two convolutions, and the cache has room for one state")
+        if by.weight.shape[1] < 2:
+            raise UnsupportedState(f"its layer {layer} has a convolution of one tap, which keeps no state")
         self.layers[layer] = replace(state, rows=by.weight.shape[1] - 1, width=by.width)
         return torch.zeros_like(rows)
 
@@ -221,6 +223,8 @@ class ProbeStates:
         if state.heads:
             raise UnsupportedState(f"its layer {layer} computes two recurrences, and the cache has room for one state")
         dims = {"key_dim": rows.key.shape[2], "value_dim": rows.value.shape[2]}
+        if 0 in (rows.num_heads, *dims.values()):
+            raise UnsupportedState(f"its layer {layer} has a recurrence without numbers ({dims})")
         self.layers[layer] = replace(state, heads=rows.num_heads, **dims)
         return torch.zeros_like(rows.value)
 
@@ -240,7 +244,8 @@ class EchoStates:
 
     def recur(self, layer: int, rows: RecurrentRows) -> torch.Tensor:
         of_delta = () if rows.beta is None else (rows.beta,)
-        self.seen.append((rows.query * rows.scale, rows.key, rows.value, rows.decay, *of_delta))
+        eps = torch.tensor([rows.norm_eps or 0.0])
+        self.seen.append((rows.query * rows.scale, rows.key, rows.value, rows.decay, eps, *of_delta))
         value = rows.value.float()
         alike = (rows.query.float() * rows.key.float()).sum(-1, keepdim=True) * rows.scale
         alike = alike.repeat_interleave(value.shape[1] // alike.shape[1], dim=1)

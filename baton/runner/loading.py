@@ -39,7 +39,7 @@ from baton.runner.ranks.rank_group import RankGroup
 from baton.runner.ranks.rank_leader import RankLeader
 from baton.runner.self_check import why_not_bit_exact
 from baton.runner.shared_by_loaders import model_info, named_errors, prepared_operations, settle
-from baton.runner.spec import CacheSpec, DraftSpec, TorchSpec, WeightSpec, check_hosts, num_larger_scratch_blocks
+from baton.runner.spec import CacheSpec, DraftSpec, TorchSpec, WeightSpec, check_hosts
 from baton.runner.stage_spec import StageSpec
 from baton.runner.stages.leading_stage import LeadingStage
 from baton.runner.stages.stage_leader import StageLeader
@@ -50,11 +50,6 @@ _log = logging.getLogger(__name__)
 
 _MAX_DRAFTING = 64
 """The most requests whose drafts may all reach beyond their blocks in one step."""
-
-
-def _num_scratch_blocks(num_drafts: int, block_size: int) -> int:
-    """The blocks for drafts that reach beyond the blocks of their requests."""
-    return _MAX_DRAFTING * -(-num_drafts // block_size)
 
 
 def load_runner(
@@ -327,7 +322,8 @@ class LoadedDraftModel:
     def beside(self, cache: CacheSpec) -> CacheSpec:
         """The cache of the model that it drafts for, beside its own, with blocks of the configured size."""
         layout = self.transformer.layout
-        num_scratch_blocks = _num_scratch_blocks(self.spec.num_tokens, layout.block_size)
+        # Scratch blocks are for drafts that reach beyond the blocks of their requests.
+        num_scratch_blocks = _MAX_DRAFTING * -(-self.spec.num_tokens // layout.block_size)
         return replace(cache, block_bytes_beside=layout.block_bytes, num_blocks_beside=num_scratch_blocks)
 
     def start(self, drafted_for: Transformer, model: ModelInfo) -> DraftModel:
@@ -336,9 +332,7 @@ class LoadedDraftModel:
         `drafted_for` and `model`: the other model, whose requests end with its own tokens.
         """
         layout, own_size = drafted_for.layout, self.transformer.layout.block_size
-        num_scratch_blocks = num_larger_scratch_blocks(
-            _num_scratch_blocks(self.spec.num_tokens, own_size), layout.block_size // own_size
-        )
+        num_scratch_blocks = self.beside(CacheSpec()).of_larger_blocks(layout.block_size // own_size).num_blocks_beside
         self.transformer.take_block_size(layout.block_size)
         self.transformer.allocate_cache(drafted_for.num_blocks + num_scratch_blocks)
         return DraftModel(

@@ -21,15 +21,8 @@ class DraftSpec:
     quantization: Literal["int8", "int4"] | None = None
 
 
-_LEAST_SCRATCH_BLOCKS = 4
-
-
-def num_larger_scratch_blocks(count: int, factor: int) -> int:
-    """How many scratch blocks of `factor` times as many tokens do for a draft model what `count` of them do.
-
-    The larger blocks are, the fewer requests are so close to the end of theirs that drafts reach beyond it.
-    """
-    return max(min(count, _LEAST_SCRATCH_BLOCKS), -(-count // factor))
+_LEAST_BLOCKS_BESIDE = 4
+"""So many scratch blocks a draft model keeps, however large they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +41,13 @@ class CacheSpec:
     """Whether all stages together have `cache_bytes`, since they share a host's memory; otherwise each has as many."""
 
     def of_larger_blocks(self, factor: int) -> CacheSpec:
-        """The same size for blocks of so many times as many tokens, those of the draft model among them."""
-        num_blocks_beside = num_larger_scratch_blocks(self.num_blocks_beside, factor)
+        """The same size for blocks of so many times as many tokens, those of the draft model among them.
+
+        The larger blocks are, the fewer requests are so close to the end of theirs that drafts reach beyond it: so
+        the draft model needs fewer blocks for them.
+        """
+        count = self.num_blocks_beside
+        num_blocks_beside = max(min(count, _LEAST_BLOCKS_BESIDE), -(-count // factor))
         return replace(self, block_bytes_beside=factor * self.block_bytes_beside, num_blocks_beside=num_blocks_beside)
 
     def blocks(self, block_bytes: int) -> int:

@@ -361,7 +361,7 @@ def test_gated_norms_equal_those_in_float64(operations: Any, dtype: torch.dtype,
 
 @pytest.mark.parametrize("activation", [None, "sigmoid", "softplus"])
 def test_products_of_rows_equal_those_in_float64(operations: Any, dtype: torch.dtype, activation: Any) -> None:
-    """Of rows that are some columns of wider ones."""
+    """The rows are some columns of wider ones."""
     x, by = randn(13, 50, dtype=dtype)[:, 5:42], (20 * randn(13, 61, seed=1)).to(dtype)[:, 24:]
     out = operations.multiply(x, by, activation)
     compute: dict[Any, Any] = {"sigmoid": torch.sigmoid, "softplus": torch.nn.functional.softplus}

@@ -222,7 +222,7 @@ def test_drawn_tokens_depend_on_the_request_alone(tmp_path: Path, row: str) -> N
 SOME = list(ROWS) if ALL else ["deepseek_v2"]
 """The rows whose further ways are tried."""
 OF_EACH_KIND = list(ROWS) if ALL else [*SOME, "qwen3_5_text", "olmo2"]
-"""Of these, one with states, and one whose layers begin with attention, too."""
+"""The rows that are tried in ranks and stages: `SOME`, one with states, and one whose layers begin with attention."""
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=["ranks", "stages"])

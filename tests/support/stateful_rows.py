@@ -27,7 +27,7 @@ class StatefulRows:
 
     lengths: Sequence[int]
     shape: tuple[int, ...]
-    """Of a state."""
+    """The dimensions of a state."""
     dtype: torch.dtype = torch.float32
     block_size: int = 8
     placement: int = 0

@@ -47,7 +47,7 @@ class CacheGroups:
         return held
 
     def unseen_entries(self, entries: range, query: int) -> set[int]:
-        """Those of `entries` that no query from position `query` on sees."""
+        """Return which of `entries` no query from position `query` on sees."""
         unseen: set[int] = set()
         for group, window in self.windows:
             end = self.first_seen(query, window) * self._num_groups

@@ -192,7 +192,7 @@ class Rotation:
     kind: Literal["halves", "pairs", "none"]
     """Which columns of a head belong together: those of one half and the other, or each two neighbours."""
     layout: AngleLayout
-    """Of the angles that the layer is given."""
+    """How the angles that the layer is given are laid out."""
     norms_last: bool = False
     """Whether queries and keys are rotated before their norms."""
 
@@ -205,7 +205,7 @@ class AttentionWeights(NamedTuple):
     """The weights of an attention layer, with the names of their modules."""
 
     projections: Mapping[str, nn.Linear]
-    """Of q, k and v, or of all three in one."""
+    """The products for q, k and v by name, or one product for all three."""
     out: tuple[str, nn.Linear]
     gate: tuple[str, nn.Linear] | None = None
     """What the gate of the attention's result is computed with, if that is a layer of its own."""

@@ -222,13 +222,14 @@ def _state_mixer(child: Any, operations: Operations, generator: torch.Generator)
         agree = _agree(child(x), fused(x)) and len(theirs.states.seen) == len(ours.states.seen)
     except (RuntimeError, TypeError, ValueError, AttributeError):
         return None  # its parts have the names of this mixer's and do something else
-    pairs = zip(theirs.states.seen, ours.states.seen, strict=True) if agree else ()
+    if not agree:
+        return None
     # Some of it is float32, and made of rounded rows all the same.
     alike = all(
         len(asked) == len(own) and all(_agree(a.to(x.dtype), b.to(x.dtype)) for a, b in zip(asked, own, strict=True))
-        for asked, own in pairs
+        for asked, own in zip(theirs.states.seen, ours.states.seen, strict=True)
     )
-    return fused if agree and alike else None
+    return fused if alike else None
 
 
 def _like_input(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:

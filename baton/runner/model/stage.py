@@ -36,7 +36,7 @@ class LayerReport:
     entries: tuple[LayerGeometry | LayerState, ...]
     """What it has in the cache: keys, a state, keys and then a state, or nothing. Each is a layer of the layout."""
     window: int | None
-    """Of its keys."""
+    """How many keys its queries see; None: all, or it has none."""
 
 
 class OutputWidths(NamedTuple):

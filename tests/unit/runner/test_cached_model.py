@@ -13,7 +13,7 @@ from baton.runner.model.cached_model import group_layers, larger_for_states
 ONE = LayerGeometry(2, 8, 8)
 """4 tokens of it take 512 bytes in float32."""
 STATE = LayerState(rows=2, width=8, heads=2, key_dim=4, value_dim=4)
-"""It takes 192 bytes."""
+"""A state of 192 bytes."""
 
 
 def of(*layers: LayerGeometry | LayerState) -> KVLayout:

@@ -109,7 +109,7 @@ def test_what_a_layer_asks_for_besides_is_refused(layer: nn.Module, given: dict[
 
 
 def test_a_state_without_numbers_is_refused() -> None:
-    """As a configuration can ask for: a convolution of one tap sees no token before."""
+    """A configuration can ask for one: a convolution of one tap sees no token before."""
     with pytest.raises(UnsupportedState, match="layer 3 has a convolution of one tap"):
         ProbeStates().convolve(3, torch.zeros(5, 4), Convolution(torch.zeros(4, 1), None, None, 4))
     rows, empty = torch.zeros(5, 2, 4), torch.zeros(5, 2, 0)
@@ -118,7 +118,7 @@ def test_a_state_without_numbers_is_refused() -> None:
 
 
 def test_attention_that_is_told_its_layer_with_each_call_gets_the_number_of_its_place() -> None:
-    """As in zamba2, whose layers share the weights of their attention."""
+    """The layers of zamba2 do so, which share the weights of their attention."""
 
     class Layer(nn.Module):
         def __init__(self, layer_idx: int) -> None:

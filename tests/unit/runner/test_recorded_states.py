@@ -101,7 +101,7 @@ def test_a_program_computes_the_bits_of_single_calls(dtype: torch.dtype, beta: b
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_recorded_gates_equal_single_calls(dtype: torch.dtype) -> None:
-    """Of rows that are some columns of wider ones; the gates are the decays and betas of a recurrence."""
+    """The rows are some columns of wider ones; the gates are the decays and betas of a recurrence."""
     recurred = Recurred(lengths=LENGTHS, shape=(HEADS, KEY_DIM, VALUE_DIM), groups=GROUPS, dtype=dtype)
     alone = replace(recurred)
     call, rows = recurred.call([(0, 0, 35)]), 35
@@ -139,7 +139,7 @@ def test_recorded_gates_equal_single_calls(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("isa", kernels.available().isas)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_recorded_products_of_rows_equal_single_calls(dtype: torch.dtype, isa: str) -> None:
-    """Of all rows, and of those that sample; on each instruction set as torch computes them."""
+    """All rows, and those that sample, are compared with what torch computes, on each instruction set."""
     kernels.use_isa(isa)
     rows, sampled = 35, torch.tensor([3, 4, 20, 34])
     wide, by = randn(rows, 50, dtype=dtype), (9 * randn(rows, 37, seed=1)).to(dtype)

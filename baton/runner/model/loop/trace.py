@@ -99,7 +99,7 @@ class LoopTrace:
         self._echo = echo
         self._numbers = _numbers_of(module.config)
         self._factors = [1.0]
-        """Those of sums so far, which are tried before all numbers."""
+        """The factors of sums so far, which are tried before all numbers."""
         self._rows: dict[int, torch.Tensor] = {}
         """The rows that steps may be given, each [T, N]: those since the last layer's end."""
         self._oldest: dict[int, int] = {}

@@ -1,5 +1,6 @@
-"""Who computes the convolutions and recurrences of layers that keep a state, as model/attention.py has for attention:
-first a `ProbeStates`, which only looks at shapes, then the `PagedStates` of the step.
+"""What computes the convolutions and recurrences of layers that keep a state, as model/attention.py does attention.
+
+A `ProbeStates` only looks at shapes while a model is loaded; the `PagedStates` compute over the states in the cache.
 """
 
 from __future__ import annotations

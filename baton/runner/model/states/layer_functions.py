@@ -121,6 +121,12 @@ def _delta_rule(
     return _states_of(layer).recur(layer.layer_idx, rows).unsqueeze(0), None
 
 
+def _step_sizes(dt: torch.Tensor, bias: torch.Tensor | None, has_softplus: bool) -> torch.Tensor:
+    """What a Mamba layer multiplies decays and values with: dt, with the bias and through a softplus if it asks so."""
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    return functional.softplus(dt) if has_softplus else dt
+
+
 def _mamba2_scan(
     layer: Any,
     hidden_states: torch.Tensor,
@@ -137,8 +143,7 @@ def _mamba2_scan(
 ) -> torch.Tensor | tuple[torch.Tensor, None]:
     """`mamba2_chunk_scan`: hidden_states [1, T, H, DV], dt [1, T, H], B and C [1, T, G, DK] (arXiv 2405.21060)."""
     _require_known(layer, keywords)
-    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-    dt = (functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
+    dt = _step_sizes(dt, dt_bias, dt_softplus).clamp(*dt_limit).float()
     wide = hidden_states.float()
     value, decay = wide * dt[..., None], A.float() * dt
     rows = RecurrentRows(C[0].float(), B[0].float(), value[0], decay[0], None, 1.0, None, value.shape[2])
@@ -167,8 +172,8 @@ def _mamba_scan(
     Each of the W channels is a head with values of one number and decays of its own.
     """
     _require_known(layer, keywords)
-    dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
-    dt = (functional.softplus(dt) if delta_softplus else dt).float()[0].transpose(0, 1)
+    bias = None if delta_bias is None else delta_bias[..., None]
+    dt = _step_sizes(dt, bias, delta_softplus).float()[0].transpose(0, 1)
     wide = hidden_states.float()[0].transpose(0, 1)
     query, key = (rows.float().transpose(1, 2)[0].unsqueeze(1) for rows in (C, B))
     value, decay = (wide * dt)[..., None], A.float() * dt[..., None]

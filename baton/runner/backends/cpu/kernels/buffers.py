@@ -61,7 +61,7 @@ class Buffers:
         self._arguments: list[Rows] = []
         self._scratch: dict[str, int] = {}
         self._row_bytes: dict[int, int] = {}
-        """Of each scratch buffer."""
+        """The bytes of a row of each scratch buffer."""
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._capacity = 0
 

@@ -208,11 +208,11 @@ def eager_logits(loaded: LoadedModel, token_ids: Sequence[int], noise: float, nu
         return torch.cat([rows[:1], (rows[1:].float() * factors).to(rows.dtype)])
 
     with ExitStack() as stack:
-        stack.callback(mapped.release_all)
+        stack.callback(mapped.release, module)
         stack.callback(module.get_input_embeddings().register_forward_hook(add_noise).remove)
         for part in module.modules():
             for layer in part if isinstance(part, nn.ModuleList) else ():
-                stack.callback(layer.register_forward_hook(lambda *_: mapped.release_all()).remove)
+                stack.callback(layer.register_forward_hook(lambda done, *_: mapped.release(done)).remove)
         with _as_transformers_has_it(loaded), torch.inference_mode():
             # All sequences at once, since it is the weights that take the time.
             out = module(

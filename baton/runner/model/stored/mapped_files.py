@@ -29,38 +29,57 @@ class DuplicateTensor(Exception):
 
 
 class MappedFiles:
-    """The address ranges at which some files are mapped. Empty on a system without /proc, where pages are kept."""
+    """What this process has mapped of some files. On a system without /proc nothing is known, and all pages are kept.
+
+    It is read anew each time, and used for tensors that the caller holds: another thread may unmap its own mapping of
+    the same file at any moment, and other memory may get its addresses.
+    """
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        names = {str(path.resolve()) for path in paths}
-        self._ranges: list[tuple[int, int]] = []
-        try:
-            lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-        except OSError:
-            return
-        for line in lines:
-            fields = line.split(maxsplit=5)
-            if len(fields) == 6 and fields[5] in names:
-                start, _, end = fields[0].partition("-")
-                self._ranges.append((int(start, 16), int(end, 16)))
+        self._names = frozenset(str(path.resolve()) for path in paths)
 
     def release(self, module: nn.Module) -> None:
         """Drop the pages that hold only this module's own parameters, and return freed memory to the system.
 
         A page that is read later is loaded from the file again.
         """
-        for parameter in module.parameters():
-            first = parameter.data_ptr()
-            last = first + parameter.numel() * parameter.element_size()
+        parameters = list(module.parameters())
+        mapped = self._ranges() if parameters else ()
+        for parameter in parameters:
             # Only a file's pages can be loaded again: other memory would lose its content.
-            if any(start <= first and last <= end for start, end in self._ranges):
+            if _around(mapped, parameter) is not None:
+                first, last = _addresses(parameter)
                 _drop_pages(-(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE)
         _trim()
 
-    def release_all(self) -> None:
-        """Drop all pages of the files. A page that is read later is loaded from the file again."""
-        for start, end in self._ranges:
-            _drop_pages(start, end)
+    def around(self, tensor: Tensor) -> tuple[int, int] | None:
+        """The addresses of the whole mapping that holds a tensor; None if its memory is not a file's."""
+        return _around(self._ranges(), tensor)
+
+    def _ranges(self) -> list[tuple[int, int]]:
+        """Where the files are mapped now."""
+        ranges: list[tuple[int, int]] = []
+        try:
+            lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return ranges
+        for line in lines:
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and fields[5] in self._names:
+                start, _, end = fields[0].partition("-")
+                ranges.append((int(start, 16), int(end, 16)))
+        return ranges
+
+
+def _addresses(tensor: Tensor) -> tuple[int, int]:
+    """The address of a contiguous tensor's first byte, and the one behind its last."""
+    first = tensor.data_ptr()
+    return first, first + tensor.nbytes
+
+
+def _around(mapped: Iterable[tuple[int, int]], tensor: Tensor) -> tuple[int, int] | None:
+    first, last = _addresses(tensor)
+    return next(((start, end) for start, end in mapped if start <= first and last <= end), None)
 
 
 def _drop_pages(first: int, last: int) -> None:
@@ -93,13 +112,16 @@ def tensors_on_file(paths: Sequence[Path]) -> Iterator[dict[str, TensorOnFile]]:
             del os.environ[_ONE_BY_ONE]
         else:
             os.environ[_ONE_BY_ONE] = before
-        tensors.mapped().release_all()
+        tensors.drop_pages()
 
 
 class _Tensors:
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
         self._files: list[Any] = [safe_open(path, framework="pt") for path in paths]
+        self._mapped = MappedFiles(paths)
+        self._mappings: set[tuple[int, int]] = set()
+        """Where the files above are mapped, which last as long as they: of each from the first read on."""
         self._unread = 0
 
     def by_name(self) -> dict[str, TensorOnFile]:
@@ -114,19 +136,22 @@ class _Tensors:
                 tensors[name], homes[name] = TensorOnFile(self, file, name), path
         return tensors
 
-    def mapped(self) -> MappedFiles:
-        return MappedFiles(self._paths)
-
     def read(self, file: Any, name: str) -> Tensor:
         tensor: Tensor = file.get_tensor(name)
+        if _around(self._mappings, tensor) is None and (mapping := self._mapped.around(tensor)) is not None:
+            self._mappings.add(mapping)
         # The loader has cast or merged earlier tensors by now; if not, their pages are read again from the page cache.
         self._unread += tensor.nbytes
         if self._unread > _UNREAD_BYTES:
             self._unread = tensor.nbytes
-            self.mapped().release_all()
+            self.drop_pages()
             # Merging leaves freed holes, too: by the end of a mixture's load, half the size of its weights.
             _trim()
         return tensor
+
+    def drop_pages(self) -> None:
+        for first, last in tuple(self._mappings):
+            _drop_pages(first, last)
 
 
 class TensorOnFile:

@@ -65,13 +65,20 @@ class LayerGeometry:
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    values_in_keys: bool = False
+    """Whether a value is the first numbers of its key, as of latents; then keys alone are in the cache."""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The numbers of a head's key and of its value, as far as they are in the cache."""
+        return (self.key_dim,) if self.values_in_keys else (self.key_dim, self.value_dim)
 
     @property
     def token_elements(self) -> int:
-        return self.num_kv_heads * (self.key_dim + self.value_dim)
+        return self.num_kv_heads * sum(self.widths)
 
     def __str__(self) -> str:
-        return f"{self.num_kv_heads}x({self.key_dim}+{self.value_dim})"
+        return f"{self.num_kv_heads}x({self.key_dim}{'>' if self.values_in_keys else '+'}{self.value_dim})"
 
 
 STATE_BYTES = 4
@@ -139,9 +146,9 @@ class KVLayout:
 
     The cache is one contiguous piece of memory, block-major. A block holds `block_size` tokens of one group of layers.
     The layers follow each other in the block, each with its keys [num_kv_heads, block_size, key_dim] and then its
-    values [num_kv_heads, block_size, value_dim]. In 8 bits a bfloat16 scale for each key and one for each value follow,
-    both [num_kv_heads, block_size]. A layer that keeps a state has that in their place. All blocks have the same size,
-    so any group can use any block.
+    values [num_kv_heads, block_size, value_dim], unless these are in the keys. In 8 bits a bfloat16 scale for each key
+    and one for each such value follow, both [num_kv_heads, block_size]. A layer that keeps a state has that in their
+    place. All blocks have the same size, so any group can use any block.
     """
 
     block_size: int
@@ -199,7 +206,7 @@ class KVLayout:
         geometry = self.layers[layer]
         if isinstance(geometry, LayerState):
             return geometry.num_bytes // ELEMENT_BYTES[self.dtype]
-        scales = geometry.num_kv_heads * 2 * SCALE_BYTES if self.has_scales else 0
+        scales = geometry.num_kv_heads * len(geometry.widths) * SCALE_BYTES if self.has_scales else 0
         return self.block_size * (geometry.token_elements + scales)
 
     @property

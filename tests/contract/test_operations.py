@@ -58,19 +58,50 @@ def test_a_float32_product_is_as_near_whatever_the_dtype_of_its_operands(operati
         assert torch.equal(alone, out[5:6]), "a row does not depend on the other rows"
 
 
-def test_norms_and_rotations_equal_those_in_float64(operations: Any, dtype: torch.dtype) -> None:
+def test_products_of_heads_have_the_bits_of_each_head_alone(operations: Any, dtype: torch.dtype) -> None:
+    x, weights = randn(13, 3, 50, seed=0, dtype=dtype), randn(3, 24, 40, seed=1, dtype=dtype)
+    packed = operations.pack_heads(list(weights))
+    wide = torch.full((13, 3, 40), 7.0, dtype=dtype)
+    operations.linear_of_heads(x[..., 10:], packed, wide[..., 8:32])
+    for head in range(3):
+        alone = operations.linear(x[:, head, 10:].contiguous(), operations.pack(weights[head]))
+        assert torch.equal(wide[:, head, 8:32], alone)
+        assert torch.equal(operations.linear(x[:, head, 10:].contiguous(), packed[head]), alone)
+    assert torch.equal(wide[..., :8], torch.full((13, 3, 8), 7.0, dtype=dtype))
+    assert torch.equal(wide[..., 32:], torch.full((13, 3, 8), 7.0, dtype=dtype))
+    last = torch.empty(2, 1, 24, dtype=dtype)
+    operations.linear_of_heads(x[5:7, 2:, 10:], packed[2:], last)
+    assert torch.equal(last[:, 0], wide[5:7, 2, 8:32])
+
+
+@pytest.mark.parametrize("in_pairs", [False, True])
+@pytest.mark.parametrize("has_wide_angles", [False, True])
+def test_rotations_equal_those_in_float64(
+    operations: Any, dtype: torch.dtype, has_wide_angles: bool, in_pairs: bool
+) -> None:
+    half = randn(13, 21, seed=2, dtype=torch.float32)
+    angle_dtype = torch.float32 if has_wide_angles else dtype
+    cos, sin = (torch.cat([part, part], dim=1).to(angle_dtype) for part in (half.cos(), half.sin()))
+    turned = randn(13, 2, 50, seed=0, dtype=dtype)
+    rows = turned.double()[..., :42]
+    first, second = (rows[..., ::2], rows[..., 1::2]) if in_pairs else rows.chunk(2, dim=-1)
+    c, s = cos.double()[:, None, :21], sin.double()[:, None, :21]
+    parts = (first * c - second * s, second * c + first * s)
+    expected = torch.stack(parts, dim=-1).flatten(2) if in_pairs else torch.cat(parts, dim=-1)
+    alone, before = turned[4:5].clone(), turned.clone()
+    operations.rotate(turned, cos, sin, in_pairs=in_pairs)
+    assert_near(turned[..., :42], expected)
+    assert torch.equal(turned[..., 42:], before[..., 42:])
+    operations.rotate(alone, cos[4:5], sin[4:5], in_pairs=in_pairs)
+    assert torch.equal(alone, turned[4:5]), "a row does not depend on the other rows"
+
+
+def test_norms_equal_those_in_float64(operations: Any, dtype: torch.dtype) -> None:
     x, weight = randn(13, 96, seed=0, dtype=dtype), randn(96, seed=1, dtype=dtype)
     wide = x.double()
     normal = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     assert_near(operations.rms_norm(x, weight, 1e-5), normal * weight.double())
     assert_near(operations.rms_norm(x, weight, 1e-5, plus_one=True), normal * (1 + weight.double()))
-    half = randn(13, 16, seed=2, dtype=torch.float32)
-    cos, sin = (torch.cat([part, part], dim=1).to(dtype) for part in (half.cos(), half.sin()))
-    turned = x.view(13, 2, 48).clone()
-    first, second, rest = turned.double().tensor_split(3, dim=2)
-    c, s = cos.double()[:, None, :16], sin.double()[:, None, :16]
-    operations.rotate(turned, cos, sin)
-    assert_near(turned, torch.cat([first * c - second * s, second * c + first * s, rest], dim=2))
 
 
 @dataclass(frozen=True)
@@ -93,21 +124,28 @@ class Paged:
         widths: tuple[int, int] = (16, 16),
         lengths: Sequence[int] = LENGTHS,
         counts: Sequence[int] = QUERIES,
+        values_in_keys: bool = False,
     ) -> Paged:
         """`heads`: of queries and of keys; `widths`: of keys and of values; `counts`: of queries."""
         (num_heads, kv_heads), (key_dim, value_dim) = heads, widths
         width = -(-max(lengths) // SIZE)
         half, stride = kv_heads * SIZE * key_dim, kv_heads * SIZE * (key_dim + value_dim)
+        if values_in_keys:
+            half, stride = 0, half
         blocks = 1 + width * len(lengths)
         memory = torch.zeros(blocks * stride, dtype=dtype)
-        cache = CacheView(memory, blocks, stride, 0, half, kv_heads, SIZE, key_dim, value_dim)
+        cache = CacheView(
+            memory, blocks, stride, 0, half, kv_heads, SIZE, key_dim, value_dim, values_in_keys=values_in_keys
+        )
         order = torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(0)) + 1
         paged = cls(cache, order.view(len(lengths), width).to(torch.int32), [], [], [])
         for index, (length, count) in enumerate(zip(lengths, counts, strict=True)):
             keys, values = (randn(length, kv_heads, d, seed=10 * index + d, dtype=dtype) for d in (key_dim, value_dim))
             position = torch.arange(length)
             slots = paged.tables[index, position // SIZE].long() * SIZE + position % SIZE
-            operations.store_kv(keys, values, cache, slots)
+            if values_in_keys:
+                values = keys[..., :value_dim]
+            operations.store_kv(keys, None if values_in_keys else values, cache, slots)
             paged.queries.append(randn(count, num_heads, key_dim, seed=10 * index + 1, dtype=dtype))
             paged.keys.append(keys)
             paged.values.append(values)
@@ -153,6 +191,15 @@ def test_attention_equals_attention_in_float64(
     paged = Paged.make(operations, dtype, widths=widths)
     features = {"window": window, "softcap": softcap, "sinks": randn(6, seed=9, dtype=dtype) if sinks else None}
     assert_near(paged.attend(operations, **features), paged.expected(**features))
+
+
+@pytest.mark.parametrize("heads", [(6, 2), (40, 1)])
+@pytest.mark.parametrize("widths", [(40, 32), (576, 512)])
+def test_values_may_be_the_first_numbers_of_their_keys(
+    operations: Any, dtype: torch.dtype, heads: tuple[int, int], widths: tuple[int, int]
+) -> None:
+    paged = Paged.make(operations, dtype, heads=heads, widths=widths, values_in_keys=True)
+    assert_near(paged.attend(operations), paged.expected())
 
 
 @all_pairs(

@@ -78,6 +78,10 @@ def pack(*weights: Weight) -> PackedWeight | PackedStack:
 pack_own = pack
 
 
+def pack_heads(weights: Sequence[torch.Tensor]) -> Sequence[PackedWeight]:
+    return [PackedWeight(_array(weight), weight.dtype) for weight in weights]
+
+
 def pack_gated(gate: Weight, up: Weight) -> PackedWeight | PackedStack:
     return pack(gate, up)
 
@@ -110,6 +114,11 @@ def linear(
     if bias is not None:
         out += _array(bias)
     return torch.from_numpy(out).to(x.dtype if out_dtype is None else out_dtype)
+
+
+def linear_of_heads(x: torch.Tensor, weights: Sequence[PackedWeight], out: torch.Tensor) -> None:
+    for head, weight in enumerate(weights):
+        out[:, head] = linear(x[:, head], weight)
 
 
 def gated_linear(
@@ -175,19 +184,23 @@ def add_rms_norm(
     return total, rms_norm(total, weight, eps, plus_one=plus_one)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, in_pairs: bool = False) -> None:
     half = cos.shape[-1] // 2
-    first, second = _array(x[..., :half]), _array(x[..., half : 2 * half])
+    firsts, seconds = (
+        (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if in_pairs else (slice(half), slice(half, 2 * half))
+    )
+    first, second = _array(x[..., firsts]), _array(x[..., seconds])
     c, s = _array(cos[:, None, :half]), _array(sin[:, None, :half])
-    rotated = np.concatenate([first * c - second * s, second * c + first * s], axis=-1)
-    x[..., : 2 * half] = torch.from_numpy(rotated).to(x.dtype)
+    x[..., firsts] = torch.from_numpy(first * c - second * s).to(x.dtype)
+    x[..., seconds] = torch.from_numpy(second * c + first * s).to(x.dtype)
 
 
-def store_kv(key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor) -> None:
+def store_kv(key: torch.Tensor, value: torch.Tensor | None, cache: CacheView, slots: torch.Tensor) -> None:
     for row, slot in enumerate(slots.tolist()):
         if slot >= 0:
             block, offset = (torch.tensor([part]) for part in divmod(slot, cache.block_size))
-            write_rows(cache, key[row : row + 1], value[row : row + 1], block, offset)
+            of_row = None if value is None else value[row : row + 1]
+            write_rows(cache, key[row : row + 1], of_row, block, offset)
 
 
 def paged_attention(call: AttentionCall) -> torch.Tensor:

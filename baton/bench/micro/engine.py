@@ -399,9 +399,8 @@ def _decode(
 def _attention_operations(config: EngineBenchConfig, layout: KVLayout) -> float:
     values: dict[str, Any] = dict(open_checkpoint(config.model_dir).config)
     heads = values.get("num_attention_heads") or values.get("n_head") or 1
-    group = heads / (values.get("num_key_value_heads") or heads)
-    numbers = sum(layer.token_elements for layer in layout.layers if isinstance(layer, LayerGeometry))
-    return attention_operations(config.context_tokens, numbers * group)
+    numbers = sum(layer.key_dim + layer.value_dim for layer in layout.layers if isinstance(layer, LayerGeometry))
+    return attention_operations(config.context_tokens, numbers * heads)
 
 
 def _bit_exact_cost(ours: _Figures, theirs: _Figures) -> BitExactCost:

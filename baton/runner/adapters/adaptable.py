@@ -146,6 +146,10 @@ class AdaptableProduct(_Adaptable):
         """Go on with the rows `index` alone, in this product and all that are computed behind it in the step."""
         self._rows.keep(index)
 
+    def adapt(self, terms: Sequence[LowRank], dtype: torch.dtype) -> Any:
+        """Prepare what an adapter adds to products of rows in `dtype`."""
+        return self._operations.adapt(self.packed, terms, dtype)
+
     def linear(
         self,
         x: torch.Tensor,

@@ -287,7 +287,7 @@ class ModelAdapters:
         )
 
     def _adapted(self, product: AdaptableProduct, terms: Sequence[LowRank]) -> Any:
-        return self._operations.adapt(product.packed, _in_order(terms), product.row_dtype or self._dtype)
+        return product.adapt(_in_order(terms), product.row_dtype or self._dtype)
 
     def _base_rows(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         """What returns rows of the weight of the embedding, or of the head."""

@@ -9,7 +9,7 @@ import torch
 
 from baton.runner.backends.attention_call import AttentionCall
 from baton.runner.backends.cpu import kernels
-from baton.runner.backends.cpu.kernels import Packed, Program
+from baton.runner.backends.cpu.kernels import Packed, PackedHeads, Program
 from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU
@@ -64,6 +64,12 @@ class CompiledOperations:
     ) -> torch.Tensor:
         return kernels.linear(x, weight, bias, out_dtype=out_dtype, threads=self.num_threads, adapters=adapters)
 
+    def pack_heads(self, weights: Sequence[torch.Tensor]) -> PackedHeads:
+        return kernels.pack_heads(weights)
+
+    def linear_of_heads(self, x: torch.Tensor, weights: PackedHeads, out: torch.Tensor) -> None:
+        kernels.linear_of_heads(x, weights, out, threads=self.num_threads)
+
     def gated_linear(
         self, x: torch.Tensor, weight: Packed, *, activation: Activation, adapters: RowAdapters | None = None
     ) -> torch.Tensor:
@@ -90,10 +96,10 @@ class CompiledOperations:
     def multiply(self, x: torch.Tensor, by: torch.Tensor, activation: GateFunction | None) -> torch.Tensor:
         return kernels.multiply(x, by, activation, threads=self.num_threads)
 
-    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        kernels.rotate(x, cos, sin, threads=self.num_threads)
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, in_pairs: bool = False) -> None:
+        kernels.rotate(x, cos, sin, in_pairs=in_pairs, threads=self.num_threads)
 
-    def store_kv(self, key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor) -> None:
+    def store_kv(self, key: torch.Tensor, value: torch.Tensor | None, cache: CacheView, slots: torch.Tensor) -> None:
         kernels.store_kv(key, value, cache, slots)
 
     def paged_attention(self, call: AttentionCall) -> torch.Tensor:

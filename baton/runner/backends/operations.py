@@ -89,6 +89,20 @@ class Operations(Protocol):
         """
         ...
 
+    def pack_heads(self, weights: Sequence[torch.Tensor]) -> Any:
+        """Prepare weights of heads [N, K], all of one shape, for `linear_of_heads`; the arguments are not kept.
+
+        As a sequence it has what `pack_own` would give for each.
+        """
+        ...
+
+    def linear_of_heads(self, x: torch.Tensor, weights: Any, out: torch.Tensor) -> None:
+        """Write the product of each head's rows and its weight transposed to `out` [T, H, N], in x's dtype.
+
+        x [T, H, K] and `out` may have gaps between the rows of a token's heads. The bits are those of `linear`.
+        """
+        ...
+
     def gated_linear(
         self, x: torch.Tensor, weight: Any, *, activation: Activation, adapters: RowAdapters | None = None
     ) -> torch.Tensor:
@@ -133,14 +147,19 @@ class Operations(Protocol):
         """
         ...
 
-    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Rotate the first R columns of x [T, H, D] in place by cos and sin [T, R], whose two halves are equal."""
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, in_pairs: bool = False) -> None:
+        """Rotate the first R columns of x [T, H, D] in place by cos and sin [T, R], whose two halves are equal.
+
+        Cosines and sines are in x's dtype or float32. `in_pairs`: each two neighbours belong together, and not the two
+        halves. Everything is computed in float32 and rounded once.
+        """
         ...
 
-    def store_kv(self, key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor) -> None:
+    def store_kv(self, key: torch.Tensor, value: torch.Tensor | None, cache: CacheView, slots: torch.Tensor) -> None:
         """Write key [T, KH, KD] and value [T, KH, VD] into the cache at slots [T].
 
-        A slot is block * block_size + offset; rows with a negative slot are skipped.
+        A slot is block * block_size + offset; rows with a negative slot are skipped. `value`: None for a cache whose
+        values are in its keys.
         """
         ...
 

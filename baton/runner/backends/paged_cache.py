@@ -41,10 +41,15 @@ class CacheView:
     stored as they are."""
     heads_of_block: int | None = None
     """How many key/value heads the layer has in a block; None: num_kv_heads, all of which this view has."""
+    values_in_keys: bool = False
+    """Whether a value is the first `value_dim` numbers of its key; then `value_offset` is that of the keys, and keys
+    alone are stored."""
 
     @property
     def scales_apart(self) -> int:
         """In 8 bits: how many scales the scale of a value is behind that of its key."""
+        if self.values_in_keys:
+            return 0
         return (self.heads_of_block or self.num_kv_heads) * self.block_size
 
 
@@ -73,7 +78,8 @@ def keys_and_values(cache: CacheView) -> tuple[torch.Tensor, torch.Tensor]:
     views = []
     for width, offset in ((cache.key_dim, cache.key_offset), (cache.value_dim, cache.value_offset)):
         size = (cache.num_blocks, cache.num_kv_heads, cache.block_size, width)
-        stride = (cache.block_stride, cache.block_size * width, width, 1)
+        apart = cache.key_dim if cache.values_in_keys else width
+        stride = (cache.block_stride, cache.block_size * apart, apart, 1)
         views.append(cache.memory.as_strided(size, stride, cache.memory.storage_offset() + offset))
     return views[0], views[1]
 
@@ -90,15 +96,18 @@ def scales(cache: CacheView) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def write_rows(
-    cache: CacheView, key: torch.Tensor, value: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor
+    cache: CacheView, key: torch.Tensor, value: torch.Tensor | None, blocks: torch.Tensor, offsets: torch.Tensor
 ) -> None:
-    """Write keys [T, KH, KD] and values [T, KH, VD] to `offsets` [T] in `blocks` [T]."""
+    """Write keys [T, KH, KD] and values [T, KH, VD], or None if they are in keys, to `offsets` [T] in `blocks` [T]."""
     views = keys_and_values(cache)
     if cache.scale_offset is None:
         for view, rows in zip(views, (key, value), strict=True):
-            view[blocks, :, offsets] = rows
+            if rows is not None:
+                view[blocks, :, offsets] = rows
         return
     for view, scale_view, rows in zip(views, scales(cache), (key, value), strict=True):
+        if rows is None:
+            continue
         codes, row_scales = narrow(rows, cache.memory.dtype)
         # torch cannot assign float8 by index.
         view.view(torch.int8)[blocks, :, offsets] = codes.view(torch.int8)

@@ -142,6 +142,8 @@ class ShardedOperations:
         self._inner = inner
         self.ranks = ranks
         self.pack_own = inner.pack
+        self.pack_heads = inner.pack_heads
+        self.linear_of_heads = inner.linear_of_heads
         self.rms_norm = inner.rms_norm
         self.add_rms_norm = inner.add_rms_norm
         self.gated_rms_norm = inner.gated_rms_norm

@@ -65,6 +65,20 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool) 
     return weight * normal.to(x.dtype)
 
 
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, in_pairs: bool) -> None:
+    """Rotate the first R columns of x [T, H, D] in place, as `Operations.rotate` does."""
+    half = cos.shape[1] // 2
+    if in_pairs:
+        one, other = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+    else:
+        one, other = x[..., :half], x[..., half : 2 * half]
+    first, second = one.float(), other.float()
+    cos, sin = cos[:, None, :half].float(), sin[:, None, :half].float()
+    rotated = first * cos - second * sin, second * cos + first * sin
+    one.copy_(rotated[0])
+    other.copy_(rotated[1])
+
+
 @dataclass(frozen=True, slots=True)
 class TorchWeight:
     """A weight [N, K] as torch takes it; for gated products the stacked gate and up weights [2 N, K]."""
@@ -162,6 +176,13 @@ class TorchOperations:
         out = self._in_calls(x, lambda rows: (compute(rows) + added).to(dtype))
         return self._adapted(x, out, adapters)
 
+    def pack_heads(self, weights: Sequence[torch.Tensor]) -> Sequence[TorchWeight]:
+        return [TorchWeight(weight.detach().contiguous()) for weight in weights]
+
+    def linear_of_heads(self, x: torch.Tensor, weights: Sequence[TorchWeight], out: torch.Tensor) -> None:
+        for head, weight in enumerate(weights):
+            out[:, head] = self.linear(x[:, head].contiguous(), weight)
+
     def gated_linear(
         self,
         x: torch.Tensor,
@@ -215,17 +236,14 @@ class TorchOperations:
         padded = [functional.pad(rows, (0, -x.shape[1] % _LOOP_COLUMNS)) for rows in (x, by)]
         return self._in_calls(torch.cat(padded, dim=-1), multiplied)[:, : x.shape[1]].contiguous()
 
-    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        half = cos.shape[-1] // 2
-        first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-        cos, sin = cos[:, None, :half].float(), sin[:, None, :half].float()
-        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        x[..., : 2 * half] = rotated.to(x.dtype)
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, in_pairs: bool = False) -> None:
+        rotate(x, cos, sin, in_pairs=in_pairs)
 
-    def store_kv(self, key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor) -> None:
+    def store_kv(self, key: torch.Tensor, value: torch.Tensor | None, cache: CacheView, slots: torch.Tensor) -> None:
         kept = slots >= 0
         slots = slots[kept]
-        write_rows(cache, key[kept], value[kept], slots // cache.block_size, slots % cache.block_size)
+        value = None if value is None else value[kept]
+        write_rows(cache, key[kept], value, slots // cache.block_size, slots % cache.block_size)
 
     def paged_attention(self, call: AttentionCall) -> torch.Tensor:
         query, cache, how = call.query, call.cache, call.how

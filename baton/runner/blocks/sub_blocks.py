@@ -119,8 +119,8 @@ def _row_bytes(layout: KVLayout, layer: int, parts: int) -> list[int]:
         if parts > 1:
             raise ValueError("a block with a state can't be divided: the state is that of all its tokens")
         return [geometry.num_bytes]
-    for width in (geometry.key_dim, geometry.value_dim):
+    for width in geometry.widths:
         rows += [width * element] * geometry.num_kv_heads
     if layout.has_scales:
-        rows += [SCALE_BYTES] * (2 * geometry.num_kv_heads)
+        rows += [SCALE_BYTES] * (len(geometry.widths) * geometry.num_kv_heads)
     return [size * layout.block_size for size in rows if size]

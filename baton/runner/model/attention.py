@@ -54,6 +54,8 @@ class AttentionParameters(AttentionFeatures):
 
     num_kv_heads: int = field(kw_only=True)
     """KH of the whole layer, of which a rank may have a part."""
+    values_in_keys: bool = False
+    """Whether a value is the first numbers of its key, so that keys alone are kept."""
 
 
 def of_own_heads(how: AttentionParameters, own: OwnHeads) -> AttentionParameters:
@@ -77,7 +79,7 @@ class Attend(Protocol):
     """Computes one layer's attention: query [T, H, KD], key [T, KH, KD] and value [T, KH, VD] to [T, H, VD].
 
     H and KH count the heads of this rank. With `sampling` the query has only the rows that sample; key and value have
-    all rows.
+    all rows. Without `stores` key and value are in the cache already.
     """
 
     def attend(
@@ -89,7 +91,25 @@ class Attend(Protocol):
         how: AttentionParameters,
         *,
         sampling: bool = False,
+        stores: bool = True,
     ) -> torch.Tensor: ...
+
+
+class AttendsToLatents(Protocol):
+    """What attends in the place of an attention whose heads share a latent in place of keys and values (latents.py)."""
+
+    def attend(
+        self,
+        attend: Attend,
+        layer: int,
+        query: torch.Tensor,
+        latent: torch.Tensor,
+        value: torch.Tensor,
+        how: AttentionParameters,
+    ) -> torch.Tensor:
+        """The outputs of all heads [T, H, VD], from queries of their keys [T, H, KD] and latents as keys and values of
+        one head, [T, 1, L + R] and [T, 1, L]."""
+        ...
 
 
 class AttendOrKeep(Attend, Protocol):
@@ -116,20 +136,24 @@ def cache_views(memory: torch.Tensor, layout: KVLayout, shard: Shard) -> dict[in
                 break  # and so are all others of the group
             heads = shard.kv_heads(layer.num_kv_heads)
             first = heads.start
+            keys = offset + first * layout.block_size * layer.key_dim
             size, all_heads = layout.block_size, layer.num_kv_heads
             scales = offset + size * (layer.token_elements + first * BFLOAT16_BYTES) if layout.has_scales else None
             views[index] = CacheView(
                 memory=memory,
                 num_blocks=memory.numel() // layout.block_elements,
                 block_stride=layout.block_elements,
-                key_offset=offset + first * size * layer.key_dim,
-                value_offset=offset + size * (all_heads * layer.key_dim + first * layer.value_dim),
+                key_offset=keys,
+                value_offset=keys
+                if layer.values_in_keys
+                else offset + size * (all_heads * layer.key_dim + first * layer.value_dim),
                 num_kv_heads=len(heads),
                 block_size=size,
                 key_dim=layer.key_dim,
                 value_dim=layer.value_dim,
                 scale_offset=scales,
                 heads_of_block=all_heads,
+                values_in_keys=layer.values_in_keys,
             )
             offset += layout.layer_elements(index)
     return views
@@ -157,12 +181,15 @@ class PagedAttention:
         how: AttentionParameters,
         *,
         sampling: bool = False,
+        stores: bool = True,
     ) -> torch.Tensor:
         layout = self.layout
         if layout is None:
             raise RuntimeError("attention was called outside of a step")
         cache, group = self._caches[layer], self._groups[layer]
-        self._operations.store_kv(dense_rows(key), dense_rows(value), cache, layout.slots[group])
+        if stores:
+            own_values = None if cache.values_in_keys else dense_rows(value)
+            self._operations.store_kv(dense_rows(key), own_values, cache, layout.slots[group])
         return self._operations.paged_attention(
             AttentionCall(
                 dense_rows(query),
@@ -218,6 +245,7 @@ class ProbeAttention:
         how: AttentionParameters,
         *,
         sampling: bool = False,
+        stores: bool = True,
     ) -> torch.Tensor:
         if layer in self.layers:
             raise UnsupportedAttention(
@@ -226,7 +254,7 @@ class ProbeAttention:
             )
         self.windows[layer] = how.window
         self.have_sinks |= how.sinks is not None
-        self.layers[layer] = LayerGeometry(how.num_kv_heads, key.shape[2], value.shape[2])
+        self.layers[layer] = LayerGeometry(how.num_kv_heads, key.shape[2], value.shape[2], how.values_in_keys)
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
@@ -247,6 +275,7 @@ class EchoAttention:
         how: AttentionParameters,
         *,
         sampling: bool = False,
+        stores: bool = True,
     ) -> torch.Tensor:
         self.seen.append((query.clone(), key.clone(), value.clone()))
         self.how = how
@@ -274,6 +303,7 @@ class AttendOwnHeads:
         how: AttentionParameters,
         *,
         sampling: bool = False,
+        stores: bool = True,
     ) -> torch.Tensor:
         shard = self._ranks.shard
         own = shard.heads(query.shape[1], key.shape[1])
@@ -284,6 +314,7 @@ class AttendOwnHeads:
             heads_in(value, own.kv),
             of_own_heads(how, own),
             sampling=sampling,
+            stores=stores,
         )
         rows = attended.reshape(attended.shape[0], -1)
         every = self._ranks.gather(rows, [rows.shape[1]] * shard.size)
@@ -346,9 +377,12 @@ def _forward(
         sinks=s_aux,
     )
     attend: Attend = module.baton_attend
-    out = attend.attend(
-        module.layer_idx, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), how
-    )
+    rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    latents: AttendsToLatents | None = getattr(module, "baton_latents", None)
+    if latents is None:
+        out = attend.attend(module.layer_idx, *rows, how)
+    else:
+        out = latents.attend(attend, module.layer_idx, *rows, replace(how, values_in_keys=True))
     return out.unsqueeze(0), None
 
 

@@ -276,7 +276,7 @@ class Decoder:
         Without `logits` it ends before the head.
         """
         x = program.argument(self._width)
-        cos, sin = (program.argument(self._angles.width) for _ in range(2))
+        cos, sin = (program.argument(self._angles.width, dtype=self._angles.dtype) for _ in range(2))
         hidden: Rows | None = None
         if self._head is not None:
             hidden = program.argument(self._width, sampled=True)

@@ -6,6 +6,7 @@ same without the leading dimension of one, for Baton's loop (decoder.py), and `r
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -245,10 +246,39 @@ class OutputGate:
         return active[: gates.shape[0]]
 
 
-class FusedAttention(nn.Module, HasProducts):
-    """Attention that computes queries, keys and values in one product; then norms, rotation, attention, projection."""
+class CalledAsAttention(nn.Module, ABC):
+    """An attention that transformers' layers call as their own."""
 
     baton_attend: Attend
+    layer_idx: int
+    rotation: Rotation
+
+    @abstractmethod
+    def rows(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [T, K], cos and sin [T, R] to [T, K]; with `sample_rows`, which may be empty, only these rows."""
+        ...
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: object = None,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, None]:
+        require_no_mask(self, attention_mask)
+        x = hidden_states[0].contiguous()
+        if position_embeddings is None:  # a layer without rotation among others that have one
+            cos = sin = x.new_empty(x.shape[0], 0)
+        else:
+            cos, sin = (self.rotation.arranged(angles[0]) for angles in position_embeddings)
+        return self.rows(x, cos, sin).unsqueeze(0), None
+
+
+class FusedAttention(CalledAsAttention, HasProducts):
+    """Attention that computes queries, keys and values in one product; then norms, rotation, attention, projection."""
 
     def __init__(
         self,
@@ -284,7 +314,7 @@ class FusedAttention(nn.Module, HasProducts):
             [(name, weight.shape[0]) for name, weight in weights.items()],
             own_rows if self._has_gates_in_queries else (),
         )
-        bias = _joined_bias([*weights.values()], [part.bias for part in given.projections.values()])
+        bias = joined_bias([*weights.values()], [part.bias for part in given.projections.values()])
         self._qkv_bias = None if bias is None else torch.cat([bias[rows.start : rows.stop] for rows in own_rows])
         self._gates: AdaptableProduct | None = None
         if given.gate is not None:
@@ -382,10 +412,7 @@ class FusedAttention(nn.Module, HasProducts):
         """Rotate the first R columns of x [T, H, D] in place."""
         if self.rotation.kind == "none" or cos.shape[1] == 0:
             return
-        if self.rotation.kind == "halves" and cos.dtype == x.dtype:
-            self._operations.rotate(x, cos, sin)
-        else:
-            rotate_exactly(x, cos, sin, in_pairs=self.rotation.kind == "pairs")
+        self._operations.rotate(x, cos, sin, in_pairs=self.rotation.kind == "pairs")
 
     def record(
         self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
@@ -425,25 +452,7 @@ class FusedAttention(nn.Module, HasProducts):
     def _record_rotation(self, program: Program, x: Rows, cos: Rows, sin: Rows) -> None:
         if self.rotation.kind == "none" or cos.width == 0:
             return
-        if self.rotation.kind == "pairs":
-            raise KernelArgumentError("x", "is rotated in pairs of neighbours, for which there is no operation")
-        program.rotate(x, self._head_dim, cos, sin)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        attention_mask: object = None,
-        *_: Any,
-        **__: Any,
-    ) -> tuple[torch.Tensor, None]:
-        require_no_mask(self, attention_mask)
-        x = hidden_states[0].contiguous()
-        if position_embeddings is None:  # a layer without rotation among others that have one
-            cos = sin = x.new_empty(x.shape[0], 0)
-        else:
-            cos, sin = (self.rotation.arranged(angles[0]) for angles in position_embeddings)
-        return self.rows(x, cos, sin).unsqueeze(0), None
+        program.rotate(x, self._head_dim, cos, sin, in_pairs=self.rotation.kind == "pairs")
 
 
 def whole_angles(angles: torch.Tensor, layout: AngleLayout) -> torch.Tensor:
@@ -454,24 +463,8 @@ def whole_angles(angles: torch.Tensor, layout: AngleLayout) -> torch.Tensor:
     return torch.cat((half, half), dim=-1)
 
 
-def rotate_exactly(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, in_pairs: bool) -> None:
-    """Rotate the first R columns of x [T, H, D] in place by cos and sin [T, R] of any dtype, in float32.
-
-    `in_pairs`: each two neighbours belong together, and not the two halves.
-    """
-    half = cos.shape[1] // 2
-    if in_pairs:
-        one, other = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
-    else:
-        one, other = x[..., :half], x[..., half : 2 * half]
-    first, second = one.float(), other.float()
-    cos, sin = cos[:, None, :half].float(), sin[:, None, :half].float()
-    rotated = first * cos - second * sin, second * cos + first * sin
-    one.copy_(rotated[0])
-    other.copy_(rotated[1])
-
-
-def _joined_bias(weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+def joined_bias(weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """The bias of stacked weights, of which some may have none; None if all have none."""
     known = next((bias for bias in biases if bias is not None), None)
     if known is None:
         return None

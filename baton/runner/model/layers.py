@@ -322,8 +322,12 @@ class PackedExperts:
             padded = functional.pad(rows, (0, 0, 0, -rows.shape[0] % self._row_quantum))
             own_slots = routed(slots, index, padded.shape[0])
             outs[places] = self._expert(module, padded, expert, own_slots)[: rows.shape[0]]
-        weighted = outs.view(num_rows, top_k, -1).float() * top_k_weights.unsqueeze(-1).float()
-        return weighted.sum(dim=1).to(hidden.dtype)
+        # One expert of each row at a time: together their products would be new memory, whose pages take longer to get
+        # than to compute.
+        total = hidden.new_zeros(hidden.shape, dtype=torch.float32)
+        for of_rank, weight in zip(outs.view(num_rows, top_k, -1).unbind(1), top_k_weights.float().T, strict=True):
+            total += of_rank.float() * weight.unsqueeze(-1)
+        return total.to(hidden.dtype)
 
     def _expert(self, module: Any, rows: torch.Tensor, expert: int, slots: torch.Tensor | None) -> torch.Tensor:
         if self._activation is not None:

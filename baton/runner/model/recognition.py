@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from baton.runner.backends.operations import Activation, Operations
-from baton.runner.backends.torch_operations import activate, rms_norm
+from baton.runner.backends.torch_operations import activate, rms_norm, rotate
 from baton.runner.model.attention import EchoAttention, heads_in
 from baton.runner.model.fused_layers import (
     AngleLayout,
@@ -31,7 +31,6 @@ from baton.runner.model.fused_layers import (
     OutputGate,
     PlainMlp,
     Rotation,
-    rotate_exactly,
 )
 from baton.runner.model.states.layer_functions import keep_states_in_cache
 from baton.runner.model.states.mixers import StateMixer, state_mixer_of
@@ -42,10 +41,11 @@ from baton.runner.model.stored.layers import (
     weight_of,
 )
 
-_ROWS = 5
+NUM_ROWS = 5
+"""So many rows are compared."""
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu")
 _GATE_ACTIVATIONS: tuple[Literal["sigmoid", "softplus"], ...] = ("sigmoid", "softplus")
-_LAYOUTS: tuple[AngleLayout, ...] = ("halves", "half", "pairs")
+LAYOUTS: tuple[AngleLayout, ...] = ("halves", "half", "pairs")
 _KINDS: tuple[Literal["halves", "pairs", "none"], ...] = ("halves", "pairs", "none")
 _MLP_NAMES = (
     ("gate_up_proj", "down_proj"),
@@ -78,9 +78,9 @@ def fuse(module: nn.Module, operations: Operations, row_quantum: int, release: R
     """
     why_not = ""
     generator = torch.Generator().manual_seed(0)
-    widths = _angle_widths(module)
+    widths = angle_widths(module)
     with torch.inference_mode():
-        angle_dtypes = _angle_dtypes(module)
+        angle_dtypes = angle_dtypes_of(module)
         for parent, name, child in children_of(module):
             norm = _fused_norm(child, operations, generator) or _fused_layer_norm(child, generator)
             if norm is not None:
@@ -93,7 +93,7 @@ def fuse(module: nn.Module, operations: Operations, row_quantum: int, release: R
                     or _state_mixer(child, operations, generator)
                     or _fused_attention(child, operations, generator, row_quantum, widths, angle_dtypes)
                 )
-            except _NotRecognised as reason:
+            except NotRecognised as reason:
                 why_not = f"{type(child).__name__}: {reason}"
                 forget_weights(child)
                 continue
@@ -113,7 +113,7 @@ def gated_activation(apply_gate: Callable[[torch.Tensor], torch.Tensor]) -> Acti
     return next((name for name in _ACTIVATIONS if torch.allclose(out, activate(gate, name) * up, atol=1e-5)), None)
 
 
-class _NotRecognised(Exception):
+class NotRecognised(Exception):
     """A module looks like attention, but FusedAttention does not compute the same; the message says what differs."""
 
 
@@ -142,7 +142,7 @@ def _fused_norm(child: nn.Module, operations: Operations, generator: torch.Gener
         return None
     # Small, medium and large rows: the small ones show where eps is added.
     x = (
-        torch.randn(_ROWS, weight.shape[0], dtype=torch.float32, generator=generator)
+        torch.randn(NUM_ROWS, weight.shape[0], dtype=torch.float32, generator=generator)
         * torch.tensor([1e-3, 1e-2, 1.0, 3.0, 50.0])[:, None]
     )
     x = x.to(weight.device)
@@ -151,7 +151,7 @@ def _fused_norm(child: nn.Module, operations: Operations, generator: torch.Gener
     except (TypeError, AttributeError):
         return None  # one with a gate takes more than rows
     for plus_one in (False, True):
-        if _agree(out, rms_norm(x, weight.float(), eps, plus_one)):
+        if agree(out, rms_norm(x, weight.float(), eps, plus_one)):
             return FusedNorm(operations, weight, eps, plus_one)
     return None
 
@@ -164,14 +164,14 @@ def _fused_layer_norm(child: nn.Module, generator: torch.Generator) -> FusedLaye
     weight, bias = child.get_parameter("weight").detach(), getattr(child, "bias", None)
     if weight.dim() != 1 or (bias is not None and bias.shape != weight.shape):
         return None
-    rows = torch.randn(_ROWS, weight.shape[0], dtype=torch.float32, generator=generator)
-    x = (rows * torch.tensor([1e-3, 1e-2, 1.0, 3.0, 50.0])[:, None] + torch.arange(_ROWS)[:, None]).to(weight)
+    rows = torch.randn(NUM_ROWS, weight.shape[0], dtype=torch.float32, generator=generator)
+    x = (rows * torch.tensor([1e-3, 1e-2, 1.0, 3.0, 50.0])[:, None] + torch.arange(NUM_ROWS)[:, None]).to(weight)
     try:
         expected = child(x)
     except (TypeError, AttributeError):
         return None  # one with a gate takes more than rows
     fused = (FusedLayerNorm(factor, bias, eps) for factor in (weight, weight + 1))
-    return next((norm for norm in fused if _agree(expected, norm(x))), None)
+    return next((norm for norm in fused if agree(expected, norm(x))), None)
 
 
 def _plain_mlp(child: Any, operations: Operations, generator: torch.Generator, row_quantum: int) -> PlainMlp | None:
@@ -182,8 +182,8 @@ def _plain_mlp(child: Any, operations: Operations, generator: torch.Generator, r
     if not all(isinstance(part, nn.Dropout) for part in others):
         return None  # a whole layer, which takes more than rows
     up, down = linear.values()
-    x = _like_input(up, torch.randn(1, _ROWS, up.in_features, dtype=torch.float32, generator=generator))
-    if not _agree(child(x), down(activation(up(x)))):
+    x = like_input(up, torch.randn(1, NUM_ROWS, up.in_features, dtype=torch.float32, generator=generator))
+    if not agree(child(x), down(activation(up(x)))):
         return None
     return PlainMlp(operations, up, down, activation, [*linear], row_quantum)
 
@@ -200,13 +200,13 @@ def _fused_mlp(child: Any, operations: Operations, generator: torch.Generator) -
         return None
     weights = [weight_of(part) for part in gate_and_up]
     gate, up = weights if len(weights) == 2 else halves_of(weights[0])
-    x = _like_input(down, torch.randn(1, _ROWS, gate.shape[1], dtype=torch.float32, generator=generator))
+    x = like_input(down, torch.randn(1, NUM_ROWS, gate.shape[1], dtype=torch.float32, generator=generator))
     fused = FusedMlp(operations, gate, up, weight_of(down), down.bias, activation, [*linear])
     try:
         expected = child(x)
     except (KeyError, TypeError):  # it asks for more than rows: zamba2's for the number of its layer
         return None
-    return fused if _agree(expected, fused(x)) else None
+    return fused if agree(expected, fused(x)) else None
 
 
 def _state_mixer(child: Any, operations: Operations, generator: torch.Generator) -> StateMixer | None:
@@ -214,25 +214,25 @@ def _state_mixer(child: Any, operations: Operations, generator: torch.Generator)
     if fused is None:
         return None
     keep_states_in_cache(child)
-    rows = torch.randn(1, _ROWS, fused.products[0].num_inputs, dtype=torch.float32, generator=generator)
-    x, (theirs, ours) = _like_input(child.out_proj, rows), (EchoAttention(), EchoAttention())
+    rows = torch.randn(1, NUM_ROWS, fused.products[0].num_inputs, dtype=torch.float32, generator=generator)
+    x, (theirs, ours) = like_input(child.out_proj, rows), (EchoAttention(), EchoAttention())
     for part, echo in ((child, theirs), (fused, ours)):
         object.__setattr__(part, "baton_attend", echo)
     try:
-        agree = _agree(child(x), fused(x)) and len(theirs.states.seen) == len(ours.states.seen)
+        is_same = agree(child(x), fused(x)) and len(theirs.states.seen) == len(ours.states.seen)
     except (RuntimeError, TypeError, ValueError, AttributeError):
         return None  # its parts have the names of this mixer's and do something else
-    if not agree:
+    if not is_same:
         return None
     # Some of it is float32, and made of rounded rows all the same.
     alike = all(
-        len(asked) == len(own) and all(_agree(a.to(x.dtype), b.to(x.dtype)) for a, b in zip(asked, own, strict=True))
+        len(asked) == len(own) and all(agree(a.to(x.dtype), b.to(x.dtype)) for a, b in zip(asked, own, strict=True))
         for asked, own in zip(theirs.states.seen, ours.states.seen, strict=True)
     )
     return fused if alike else None
 
 
-def _like_input(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+def like_input(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """Input x in the dtype and on the device of a layer's weight, which is not read for that."""
     return x.to(linear.device, linear.dtype) if isinstance(linear, StoredLinear) else x.to(linear.weight)
 
@@ -257,23 +257,23 @@ def _fused_attention(
     widths: list[int],
     angle_dtypes: set[torch.dtype],
 ) -> FusedAttention | None:
-    """None for a module that is not attention; raises _NotRecognised if FusedAttention does not compute the same."""
+    """None for a module that is not attention; raises NotRecognised if FusedAttention does not compute the same."""
     weights = None if getattr(child, "layer_idx", None) is None else _attention_weights(child)
     if weights is None:
         return None
     first = next(iter(weights.projections.values()))
-    x = _like_input(first, torch.randn(1, _ROWS, first.in_features, dtype=torch.float32, generator=generator))
+    x = like_input(first, torch.randn(1, NUM_ROWS, first.in_features, dtype=torch.float32, generator=generator))
     if strange := angle_dtypes - {x.dtype, torch.float32}:
-        raise _NotRecognised(f"its rotary angles are {strange.pop()}, and its rows {x.dtype}")
+        raise NotRecognised(f"its rotary angles are {strange.pop()}, and its rows {x.dtype}")
     if len(angle_dtypes) > 1:
-        raise _NotRecognised("its rotary angles have several dtypes")
+        raise NotRecognised("its rotary angles have several dtypes")
     why, is_called = "it takes no rotary angles", False
     angle_dtype = next(iter(angle_dtypes), x.dtype)
-    for width, layout in product(widths or [0], _LAYOUTS):
-        angles = _angles(width, layout, generator)
+    for width, layout in product(widths or [0], LAYOUTS):
+        angles = random_angles(width, layout, generator)
         cos, sin = (part.to(x.device, angle_dtype) for part in (angles.cos(), angles.sin()))
         try:
-            echo, _ = _echoed(child, x, cos, sin)
+            echo, _ = echoed(child, x, cos, sin)
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
             # It takes angles of another width, or other arguments.
             why = why if is_called else f"called with {width} angles it raised {type(error).__name__}: {error}"
@@ -282,12 +282,12 @@ def _fused_attention(
             why = "it does not call attention through transformers' AttentionInterface"
             continue
         if len(echo.seen) > 1:
-            raise _NotRecognised(f"it calls attention {len(echo.seen)} times")
+            raise NotRecognised(f"it calls attention {len(echo.seen)} times")
         is_called = True
         query, key, value = echo.seen[0]
         heads = (query.shape[1], key.shape[1], key.shape[2])
         if value.shape != key.shape or query.shape[2] != key.shape[2]:
-            raise _NotRecognised("keys and values have different shapes")
+            raise NotRecognised("keys and values have different shapes")
         norms = _head_norms(child, heads)
         rotation = _rotation(weights, norms, x[0], cos[0], sin[0], layout, echo.seen[0])
         why = "no known kind of rotation gives the same result"
@@ -298,18 +298,18 @@ def _fused_attention(
             if _same_attention(child, fused, x, cos, sin):
                 return fused
         why = "its result is changed before the last product"
-    raise _NotRecognised(why)
+    raise NotRecognised(why)
 
 
 def _attention_weights(child: Any) -> AttentionWeights | None:
-    """None for a module that is not attention; raises _NotRecognised for one that takes no angles."""
+    """None for a module that is not attention; raises NotRecognised for one that takes no angles."""
     out = _linears(child, _OUT_NAMES)
     projections = _linears(child, _PROJECTION_NAMES)
     if out is None or projections is None:
         return None
     taken = inspect.signature(type(child).forward).parameters
     if _TAKEN_BY_OTHERS & taken.keys():
-        raise _NotRecognised("it takes other arguments than rows and rotary angles")
+        raise NotRecognised("it takes other arguments than rows and rotary angles")
     gate = next(iter((_linears(child, _GATE_NAMES) or {}).items()), None)
     return AttentionWeights(projections, next(iter(out.items())), gate)
 
@@ -323,16 +323,16 @@ def _linears(child: Any, known_names: Sequence[Sequence[str]]) -> dict[str, nn.L
     return None
 
 
-def _angles(width: int, layout: AngleLayout, generator: torch.Generator) -> torch.Tensor:
-    """Random angles [1, _ROWS, width] in a layout of real models."""
+def random_angles(width: int, layout: AngleLayout, generator: torch.Generator) -> torch.Tensor:
+    """Random angles [1, NUM_ROWS, width] in a layout of real models."""
     few = width if layout == "half" else width // 2
-    angles = torch.rand(1, _ROWS, few, dtype=torch.float32, generator=generator) * 6
+    angles = torch.rand(1, NUM_ROWS, few, dtype=torch.float32, generator=generator) * 6
     if layout == "pairs":
         return angles.repeat_interleave(2, dim=-1)
     return angles if layout == "half" else torch.cat((angles, angles), dim=-1)
 
 
-def _echoed(
+def echoed(
     child: nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[EchoAttention, torch.Tensor]:
     """What a module passes to attention for the rows x [1, T, K], and what it computes of the echo."""
@@ -345,17 +345,17 @@ def _echoed(
 
 
 def _head_norms(child: Any, heads: tuple[int, int, int]) -> tuple[AnyNorm | None, AnyNorm | None]:
-    """The norms of queries and keys, of each head or of all together. Raises _NotRecognised for others."""
+    """The norms of queries and keys, of each head or of all together. Raises NotRecognised for others."""
     num_heads, num_kv_heads, dim = heads
     for names in _HEAD_NORM_NAMES:
         query, key = (getattr(child, name, None) for name in names)
         if query is None and key is None:
             continue
         if not isinstance(query, AnyNorm) or not isinstance(key, AnyNorm):
-            raise _NotRecognised("its queries and keys have norms of another kind")
+            raise NotRecognised("its queries and keys have norms of another kind")
         sizes = (query.width, key.width)
         if sizes not in ((dim, dim), (num_heads * dim, num_kv_heads * dim)):
-            raise _NotRecognised(f"the norms of its queries and keys are {sizes[0]} and {sizes[1]} wide")
+            raise NotRecognised(f"the norms of its queries and keys are {sizes[0]} and {sizes[1]} wide")
         return query, key
     return None, None
 
@@ -396,7 +396,7 @@ def _rotation(
         if kind != "none" and cos_sin[0].shape[1] > query.shape[2]:
             continue
         pairs = zip((query, key), norms, expected, strict=False)
-        if all(_agree(seen, _turned(rows, norm, rotation, cos_sin)) for rows, norm, seen in pairs):
+        if all(agree(seen, _turned(rows, norm, rotation, cos_sin)) for rows, norm, seen in pairs):
             return rotation
     return None
 
@@ -413,7 +413,7 @@ def _turned(
     if not rotation.norms_last:
         rows = normed()
     if rotation.kind != "none":
-        rotate_exactly(rows, cos_sin[0], cos_sin[1], in_pairs=rotation.kind == "pairs")
+        rotate(rows, cos_sin[0], cos_sin[1], in_pairs=rotation.kind == "pairs")
     return normed() if rotation.norms_last else rows
 
 
@@ -421,30 +421,31 @@ def _same_attention(
     child: nn.Module, fused: FusedAttention, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> bool:
     """Whether both pass the same rows to attention and compute the same from its result."""
-    theirs, expected = _echoed(child, x, cos, sin)
+    theirs, expected = echoed(child, x, cos, sin)
     ours = EchoAttention()
     object.__setattr__(fused, "baton_attend", ours)
     out = fused.rows(x[0], fused.rotation.arranged(cos[0]), fused.rotation.arranged(sin[0]))
     own = fused.own_heads
     seen = (heads_in(rows, heads) for rows, heads in zip(theirs.seen[0], (own.queries, own.kv, own.kv), strict=True))
     pairs = zip(seen, ours.seen[0], strict=True)
-    return _agree(expected[0], out) and all(_agree(theirs, ours) for theirs, ours in pairs)
+    return agree(expected[0], out) and all(agree(theirs, ours) for theirs, ours in pairs)
 
 
-def _agree(expected: torch.Tensor, out: torch.Tensor) -> bool:
+def agree(expected: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether two results of one dtype differ by no more than another order of rounding explains."""
     if expected.shape != out.shape or expected.dtype != out.dtype:
         return False
     difference = (expected.float() - out.float()).abs().max()
     return bool(difference <= _TOLERANCE[expected.dtype] * expected.float().abs().max())
 
 
-def _angle_widths(module: nn.Module) -> list[int]:
+def angle_widths(module: nn.Module) -> list[int]:
     """The numbers of angles that a position may have: two for each inverse frequency, or one."""
     sizes = {buffer.numel() for name, buffer in module.named_buffers() if name.endswith("inv_freq")}
     return [2 * size for size in sorted(sizes)] + sorted(sizes)
 
 
-def _angle_dtypes(module: nn.Module) -> set[torch.dtype]:
+def angle_dtypes_of(module: nn.Module) -> set[torch.dtype]:
     """The dtypes of the cosines and sines that rotary modules give for rows in the dtype of the weights."""
     like = torch.zeros(1, 1, 1, dtype=next((p.dtype for p in module.parameters() if p.is_floating_point()), None))
     dtypes = set()

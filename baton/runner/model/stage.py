@@ -88,7 +88,7 @@ class StageReport:
             raise ValueError(f"this is no report of a stage ({error!r})") from error
 
 
-def _entry(fields: Mapping[str, int]) -> LayerGeometry | LayerState:
+def _entry(fields: Mapping[str, Any]) -> LayerGeometry | LayerState:
     return LayerState(**fields) if "heads" in fields else LayerGeometry(**fields)
 
 

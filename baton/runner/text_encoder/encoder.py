@@ -110,6 +110,7 @@ class BothWays:
         how: AttentionParameters,
         *,
         sampling: bool = False,
+        stores: bool = True,
     ) -> torch.Tensor:
         layout = self.layout
         if layout is None:

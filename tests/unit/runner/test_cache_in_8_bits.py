@@ -27,15 +27,29 @@ BLOCKS, HEADS, KV_HEADS, SIZE = 24, 6, 2, 16
 KEY_DIM, VALUE_DIM = 40, 24
 
 
-def _cache(dtype: torch.dtype, key_dim: int = KEY_DIM, value_dim: int = VALUE_DIM) -> CacheView:
+def _cache(
+    dtype: torch.dtype, key_dim: int = KEY_DIM, value_dim: int = VALUE_DIM, *, values_in_keys: bool = False
+) -> CacheView:
     """A cache with another layer before and behind this one, whose bytes are all ones: NaN in every format."""
     key_offset = 128
-    value_offset = key_offset + KV_HEADS * SIZE * key_dim
-    scale_offset = value_offset + KV_HEADS * SIZE * value_dim
+    value_offset = key_offset if values_in_keys else key_offset + KV_HEADS * SIZE * key_dim
+    scale_offset = key_offset + KV_HEADS * SIZE * (key_dim + (0 if values_in_keys else value_dim))
     stride = scale_offset + KV_HEADS * SIZE * 4 + 64
     memory = torch.full((BLOCKS * stride * dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype)
     scales = scale_offset if dtype in FORMATS else None
-    return CacheView(memory, BLOCKS, stride, key_offset, value_offset, KV_HEADS, SIZE, key_dim, value_dim, scales)
+    return CacheView(
+        memory,
+        BLOCKS,
+        stride,
+        key_offset,
+        value_offset,
+        KV_HEADS,
+        SIZE,
+        key_dim,
+        value_dim,
+        scales,
+        values_in_keys=values_in_keys,
+    )
 
 
 def _bytes(cache: CacheView) -> torch.Tensor:
@@ -90,25 +104,32 @@ def test_a_number_that_is_not_finite_makes_its_whole_key_nan(cache_format: torch
         "isa, dtype, cache_format": list(product(ISAS, ROWS, FORMATS)),
         "key_dim, value_dim": [(64, 64), (KEY_DIM, VALUE_DIM), (128, 96)],
         "window": [None, 70],
+        "values_in_keys": [False, True],
     }
 )
 def test_attention_has_the_bits_of_a_cache_that_holds_the_widened_numbers(
-    isa: str, dtype: torch.dtype, cache_format: torch.dtype, key_dim: int, value_dim: int, window: int | None
+    isa: str,
+    dtype: torch.dtype,
+    cache_format: torch.dtype,
+    key_dim: int,
+    value_dim: int,
+    window: int | None,
+    values_in_keys: bool,
 ) -> None:
     kernels.use_isa(isa)
     lengths, query_lens = [128, 5, 66], [3, 5, 1]
-    narrow, wide = _cache(cache_format, key_dim, value_dim), _cache(dtype, key_dim, value_dim)
+    narrow, wide = (_cache(of, key_dim, value_dim, values_in_keys=values_in_keys) for of in (cache_format, dtype))
     tables = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(5)).view(3, 8).to(torch.int32)
     for sequence, length in enumerate(lengths):
         key = randn(length, KV_HEADS, key_dim, seed=sequence, dtype=dtype)
         value = randn(length, KV_HEADS, value_dim, seed=10 + sequence, dtype=dtype)
         positions = torch.arange(length)
         slots = tables[sequence, positions // SIZE].long() * SIZE + positions % SIZE
-        kernels.store_kv(key, value, narrow, slots)
+        kernels.store_kv(key, None if values_in_keys else value, narrow, slots)
         wide_key, wide_value = (
             paged_cache.widen(*paged_cache.narrow(rows, cache_format), dtype) for rows in (key, value)
         )
-        kernels.store_kv(wide_key, wide_value, wide, slots)
+        kernels.store_kv(wide_key, None if values_in_keys else wide_value, wide, slots)
     query = randn(sum(query_lens), HEADS, key_dim, seed=20, dtype=dtype)
     asked = (
         torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32),

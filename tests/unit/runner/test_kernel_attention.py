@@ -282,11 +282,16 @@ def test_one_token_of_any_heads_equals_all_at_once(isa: str, head_dim: int, grou
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_threads_do_not_change_attention(dtype: torch.dtype) -> None:
-    paged = Paged.make(dtype, lengths=[300, 17, 130], query_lens=[200, 1, 5])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (130, 1)])
+def test_threads_do_not_change_attention(dtype: torch.dtype, heads: int, kv_heads: int) -> None:
+    """Many heads of one key are divided among threads."""
+    paged = Paged.make(dtype, lengths=[300, 17, 130], query_lens=[200, 1, 5], heads=heads, kv_heads=kv_heads)
     results = [paged.attend(threads=threads) for threads in (1, 2, 5)]
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+    last = Paged.make(dtype, lengths=[300], query_lens=[1], heads=heads, kv_heads=kv_heads)
+    for threads in (1, 2, 5, 64):
+        assert torch.equal(last.attend(threads=threads), results[0][199:200])
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -496,7 +501,7 @@ def test_store_writes_its_slots_and_nothing_else() -> None:
         ("cache", {"cache": replace(_cache(4, 2, 16, 32, 32, torch.float32), key_offset=-1)}),
         ("cache", {"cache": replace(_cache(4, 2, 16, 32, 32, torch.float32), num_kv_heads=0)}),
         ("key_dim", {"cache": _cache(4, 2, 16, 12, 32, torch.float32), "query": torch.zeros(4, 6, 12)}),
-        ("value_dim", {"cache": _cache(4, 2, 16, 32, 520, torch.float32)}),
+        ("value_dim", {"cache": _cache(4, 2, 16, 32, 584, torch.float32)}),
     ],
 )
 def test_attention_refuses_arguments_that_reach_outside_the_cache(argument: str, change: dict[str, object]) -> None:

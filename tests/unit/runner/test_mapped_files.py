@@ -19,7 +19,7 @@ def test_memory_that_took_the_place_of_a_mapping_keeps_its_content(tmp_path: Pat
     save_file({"weight": torch.zeros(_ELEMENTS)}, path)
     # Of another thread that loads the same checkpoint.
     theirs = safe_open(path, framework="pt")
-    weight = theirs.get_tensor("weight")
+    weight: torch.Tensor = theirs.get_tensor("weight")  # type: ignore[no-untyped-call]
     address = weight.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     mapped = MappedFiles([path])
     del weight, theirs

@@ -10,6 +10,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import structlog
 import torch
@@ -19,16 +20,24 @@ from baton.node.process import log_slow_paths
 from baton.runner.backends.cpu import kernel_file
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.model import attention
-from baton.runner.model.fused_layers import FusedAttention, FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp
+from baton.runner.model.fused_layers import (
+    CalledAsAttention,
+    FusedAttention,
+    FusedLayerNorm,
+    FusedMlp,
+    FusedNorm,
+    PlainMlp,
+)
 from baton.runner.model.loop.angles import RotaryTable
 from baton.runner.model.recognition import fuse
 from baton.runner.model_runner import TorchModelRunner
 from tests.support.listed_types import LISTED_TYPES
 from tests.support.load_with import load_tiny, load_with
+from tests.support.packed_runs import logits
 from tests.support.tiny_models import TINY_MODELS
 from tests.support.varied_models import write_varied_model
 
-PARTS = (FusedAttention, FusedMlp, FusedNorm)
+PARTS = (CalledAsAttention, FusedMlp, FusedNorm)
 
 
 def loaded(tmp_path: Path, name: str = "llama", dtype: str = "float32", **config: Any) -> TorchModelRunner:
@@ -37,8 +46,8 @@ def loaded(tmp_path: Path, name: str = "llama", dtype: str = "float32", **config
 
 def fused(runner: TorchModelRunner) -> tuple[int, ...]:
     """The numbers of fused attention layers, of fused MLPs, and of fused norms outside of attention."""
-    counts = Counter(type(part) for part in runner._transformer._module.modules())
-    return tuple(counts[part] for part in PARTS)
+    modules = list(runner._transformer._module.modules())
+    return tuple(sum(isinstance(module, kind) for module in modules) for kind in PARTS)
 
 
 RECOGNISED = {
@@ -52,7 +61,7 @@ RECOGNISED = {
     "qwen3_moe": ((3, 0, 7), True),
     "gemma2": ((3, 3, 13), True),
     "gemma3_text": ((3, 3, 13), True),
-    "deepseek_v3": ((0, 3, 13), False),
+    "deepseek_v3": ((3, 3, 7), True),
     "gpt2": ((0, 0, 0), False),
     "opt": ((0, 0, 0), False),
 }
@@ -91,10 +100,14 @@ def test_attention_that_does_something_else_is_left_as_it_is(tmp_path: Path, mon
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_angles_in_float32_are_not_rounded(tmp_path: Path, dtype: str) -> None:
-    """Olmo rounds rotated rows alone; programs have no operation for that in bfloat16."""
-    transformer = loaded(tmp_path, dtype=dtype, model_type="olmo2")._transformer
-    assert transformer.has_own_loop
-    assert ("cos: is torch.float32" in transformer.why_no_programs) == (dtype == "bfloat16")
+    """Olmo rounds rotated rows alone, in Baton's loop and in a program."""
+    runner = loaded(tmp_path, dtype=dtype, model_type="olmo2")
+    decoder = runner._transformer._decoder
+    assert decoder is not None
+    assert decoder._programs
+    recorded = logits(runner)
+    decoder._programs = {}
+    assert np.array_equal(recorded, logits(runner))
 
 
 def test_attention_with_complex_angles_is_left_as_it_is(tmp_path: Path) -> None:
@@ -226,7 +239,6 @@ def test_a_model_on_the_fastest_path_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changed", "why"),
     [
-        ("deepseek_v3", {}, "self_attn of DeepseekV3DecoderLayer is a DeepseekV3Attention, no FusedAttention"),
         ("llama", {"hidden_act": "sigmoid"}, ""),
         ("gpt2", {}, "wpe of GPT2Model gives rows that depend on each other"),
     ],

@@ -144,14 +144,15 @@ class CudaOperations(TorchOperations):
         """Whether there are layers in which rows attend together to the blocks that they share."""
         return bool(self._together)
 
-    def store_kv(self, key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor) -> None:
+    def store_kv(self, key: torch.Tensor, value: torch.Tensor | None, cache: CacheView, slots: torch.Tensor) -> None:
         keys, values = keys_and_values(cache)
         # Rows without a slot are written to the null block, which no query attends to. To leave them out, their number
         # would have to be read from the GPU.
         slots = slots.clamp(min=0)
         blocks, offsets = slots // cache.block_size, slots % cache.block_size
         keys[blocks, :, offsets] = key
-        values[blocks, :, offsets] = value
+        if value is not None:
+            values[blocks, :, offsets] = value
 
     def numerics(self) -> str:
         ways = "+".join(sorted(self.ways))
@@ -208,8 +209,8 @@ class CudaOperations(TorchOperations):
         return super()._float32_product(rows, matrix)
 
     def paged_attention(self, call: AttentionCall) -> torch.Tensor:
-        if call.how.ahead:
-            # Only encoders look ahead, and Triton's kernel is causal.
+        if call.how.ahead or call.cache.values_in_keys:
+            # Only encoders look ahead, and Triton's kernel is causal. It does not read values of keys either.
             return super().paged_attention(call)
         kind = _Kind.of(call)
         way = self._ways.get(kind)

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from baton.runner.backends.cpu.kernels.buffers import Rows
-from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.model.fused_layers import AngleLayout, whole_angles
 from baton.runner.model.long_angles import LongAngles
 
@@ -53,11 +52,6 @@ class RotaryTable:
     def width(self) -> int:
         """R, the number of angles for a position."""
         return self.rows(np.zeros(1, dtype=np.int64))[0].shape[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the angles, which may be wider than the rows'."""
-        return self.rows(np.zeros(1, dtype=np.int64))[0].dtype
 
     def rows(self, positions: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [T, R] of positions [T], or of positions in three dimensions [3, T] (M-RoPE)."""
@@ -122,6 +116,11 @@ class AngleTables:
         """The number of angles for a position."""
         return self.columns[-1].stop if self.columns else 0
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of `rows`, which may be wider than that of the model's."""
+        return self.rows(np.zeros(1, dtype=np.int64))[0].dtype
+
     def rows(self, positions: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [T, width] of positions [T], or of positions in three dimensions [3, T] (M-RoPE)."""
         if len(self._tables) == 1:
@@ -143,10 +142,7 @@ class AngleTables:
         return kinds
 
     def split_recorded(self, cos: Rows, sin: Rows) -> dict[int | None, tuple[Rows, Rows]]:
-        """The same for a program. Raises KernelArgumentError for angles of another dtype than its rows."""
-        dtypes = {table.dtype for table in self._tables}
-        if dtypes - {cos.dtype}:
-            raise KernelArgumentError("cos", f"is {dtypes.pop()}, and the rows {cos.dtype}")
+        """The same for a program."""
         kinds: dict[int | None, tuple[Rows, Rows]] = {None: (cos.columns(0, 0), sin.columns(0, 0))}
         for kind, part in enumerate(self.columns):
             kinds[kind] = cos.columns(part.start, part.stop), sin.columns(part.start, part.stop)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from baton.runner.model.attention import EchoAttention, UnsupportedAttention
-from baton.runner.model.fused_layers import FusedAttention
+from baton.runner.model.fused_layers import CalledAsAttention
 from baton.runner.model.layers import head_of
 from baton.runner.model.long_angles import LongAngles, is_rotary
 from baton.runner.model.loop.angles import AngleKind
@@ -244,7 +244,7 @@ class LoopTrace:
         found = next((rotation for rotation in self._rotations if rotation.given[0] is pairs[0][0]), None)
         if found is None:
             raise NotAPlainDecoder(f"{name} takes angles of no rotary module")
-        layout = part.rotation.layout if isinstance(part, FusedAttention) else "halves"
+        layout = part.rotation.layout if isinstance(part, CalledAsAttention) else "halves"
         kind = AngleKind(found.rotary, found.arguments, layout)
         if kind not in self.angles:
             self.angles.append(kind)

@@ -13,7 +13,7 @@ from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.float8 import PackedFloat8Weight
 from baton.runner.backends.cpu.kernels.info import KernelInfo, available
 from baton.runner.backends.cpu.kernels.library import use_isa
-from baton.runner.backends.cpu.kernels.product import PackedWeight
+from baton.runner.backends.cpu.kernels.product import PackedHeads, PackedWeight, linear_of_heads, pack_heads
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
 from baton.runner.backends.cpu.kernels.rows import add_rms_norm, gate, gated_rms_norm, multiply, rms_norm, rotate
@@ -37,6 +37,7 @@ __all__ = [
     "KernelsUnavailable",
     "Packed",
     "PackedFloat8Weight",
+    "PackedHeads",
     "PackedQuantizedWeight",
     "PackedWeight",
     "Program",
@@ -49,9 +50,11 @@ __all__ = [
     "gated_linear",
     "gated_rms_norm",
     "linear",
+    "linear_of_heads",
     "multiply",
     "pack",
     "pack_gated",
+    "pack_heads",
     "paged_attention",
     "recur",
     "rms_norm",

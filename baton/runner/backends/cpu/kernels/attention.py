@@ -13,7 +13,7 @@ from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.library import CACHE_FORMATS, DTYPES, check_status, library
 from baton.runner.backends.paged_cache import CacheView
 
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576
 BFLOAT16_BYTES = 2
 SCALE_BYTES = 2 * BFLOAT16_BYTES
 """The bytes of the scales of one key and one value in 8 bits."""
@@ -24,8 +24,8 @@ def paged_attention(call: AttentionCall, *, threads: int) -> torch.Tensor:
 
     The query is float32 or bfloat16, with gaps between its rows allowed; the cache is of the same dtype, or in 8 bits.
     There may be gaps between the rows of the block tables, too. A row's bits depend on its query and its own keys and
-    values alone. Raises KernelArgumentError for tensors that don't fit, and for heads whose width is above 256 or no
-    multiple of 8.
+    values alone. Raises KernelArgumentError for tensors that don't fit, and for heads whose width is above MAX_HEAD_DIM
+    or no multiple of 8.
     """
     query, cache = call.query, call.cache
     if query.ndim != 3 or query.dtype not in row_dtypes(cache) or not query.is_cpu:
@@ -70,6 +70,7 @@ def attention_structure(
         value_offset=cache.value_offset,
         scale_offset=cache.scale_offset or 0,
         scales_apart=cache.scales_apart,
+        values_in_keys=int(cache.values_in_keys),
         num_blocks=cache.num_blocks,
         heads=heads,
         kv_heads=cache.num_kv_heads,
@@ -87,24 +88,27 @@ def attention_structure(
 
 
 def store_kv(
-    key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor, *, threads: int = 1
+    key: torch.Tensor, value: torch.Tensor | None, cache: CacheView, slots: torch.Tensor, *, threads: int = 1
 ) -> None:
     """Write key [rows, kv_heads, key_dim] and value [rows, kv_heads, value_dim] into the cache, on one thread.
 
-    Row t is written to slot slots[t] (int64 [rows]) = block * block_size + offset; rows with a negative slot are
-    padding and are skipped. There may be gaps between rows. Raises KernelArgumentError, and writes nothing, for tensors
-    that don't fit.
+    `value`: None for a cache whose values are in its keys. Row t is written to slot slots[t] (int64 [rows]) = block *
+    block_size + offset; rows with a negative slot are padding and are skipped. There may be gaps between rows. Raises
+    KernelArgumentError, and writes nothing, for tensors that don't fit.
     """
     require_cache(cache)
     key_stride = _require_rows("key", key, cache, cache.key_dim)
-    value_stride = _require_rows("value", value, cache, cache.value_dim)
+    if (value is None) != cache.values_in_keys:
+        raise KernelArgumentError("value", "must be given, unless values are in keys")
+    value_stride = 0 if value is None else _require_rows("value", value, cache, cache.value_dim)
     rows = key.shape[0]
-    if value.shape[0] != rows or value.dtype != key.dtype:
+    if value is not None and (value.shape[0] != rows or value.dtype != key.dtype):
         raise KernelArgumentError("value", f"has {value.shape[0]} rows of {value.dtype}, the key {rows} of {key.dtype}")
     if slots.shape != (rows,) or slots.dtype != torch.int64 or not slots.is_cpu or not slots.is_contiguous():
         raise KernelArgumentError("slots", f"must be int64 [{rows}], contiguous, on the CPU")
     call = store_call(cache, key.dtype, key_stride, value_stride)
-    call.key, call.value, call.slots, call.tokens = key.data_ptr(), value.data_ptr(), slots.data_ptr(), rows
+    call.key, call.value = key.data_ptr(), None if value is None else value.data_ptr()
+    call.slots, call.tokens = slots.data_ptr(), rows
     status = library().store_kv(ctypes.byref(call))
     if status:
         check_status(status)
@@ -119,7 +123,7 @@ def store_call(cache: CacheView, dtype: torch.dtype, key_stride: int, value_stri
         num_blocks=cache.num_blocks,
         block_size=cache.block_size,
         key_size=cache.key_dim * size,
-        value_size=cache.value_dim * size,
+        value_size=0 if cache.values_in_keys else cache.value_dim * size,
         key_stride=key_stride * dtype.itemsize,
         value_stride=value_stride * dtype.itemsize,
         block_stride=cache.block_stride * size,
@@ -210,7 +214,11 @@ def require_cache(cache: CacheView) -> None:
     for name, dim in (("key_dim", cache.key_dim), ("value_dim", cache.value_dim)):
         if dim % 8 != 0 or not 8 <= dim <= MAX_HEAD_DIM:
             raise KernelArgumentError(name, f"must be a multiple of 8 from 8 to {MAX_HEAD_DIM}, is {dim}")
-    parts = [("keys", cache.key_offset, cache.key_dim), ("values", cache.value_offset, cache.value_dim)]
+    if cache.values_in_keys and cache.value_dim > cache.key_dim:
+        raise KernelArgumentError("value_dim", f"is {cache.value_dim}, and values are in keys of {cache.key_dim}")
+    parts = [("keys", cache.key_offset, cache.key_dim)]
+    if not cache.values_in_keys:
+        parts.append(("values", cache.value_offset, cache.value_dim))
     if cache.scale_offset is not None:
         behind = cache.scale_offset + cache.scales_apart * BFLOAT16_BYTES
         parts += [("scales", offset, BFLOAT16_BYTES) for offset in (cache.scale_offset, behind)]

@@ -118,6 +118,7 @@ class RotateCall(ctypes.Structure):
     _fields_ = [
         *_fields(_POINTER, "x cos sin"),
         *_fields(_SIZE, "tokens heads half token_stride head_stride angle_stride tokens_per_task"),
+        *_fields(_INT, "angle_dtype in_pairs"),
     ]
 
 
@@ -133,8 +134,8 @@ class StoreCall(ctypes.Structure):
 class KernelAttentionCall(ctypes.Structure):
     _fields_ = [
         *_fields(_POINTER, "query out cache query_start seq_lens block_tables sinks distance_bias"),
-        *_fields(_INT64, "block_stride key_offset value_offset scale_offset scales_apart rows query_stride"),
-        *_fields(_INT64, "out_stride num_seqs"),
+        *_fields(_INT64, "block_stride key_offset value_offset scale_offset scales_apart values_in_keys rows"),
+        *_fields(_INT64, "query_stride out_stride num_seqs"),
         *_fields(
             _INT64, "table_width table_stride num_blocks heads kv_heads key_dim value_dim block_size window ahead"
         ),

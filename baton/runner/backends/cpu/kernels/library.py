@@ -46,6 +46,7 @@ class Library:
     threads: bool
     """Whether work is spread over torch's own threads; otherwise the calling thread does all of it."""
     linear: Callable[..., int]
+    linear_of_heads: Callable[..., int]
     quantized_linear: Callable[..., int]
     attention: Callable[..., int]
     store_kv: Callable[..., int]
@@ -89,6 +90,7 @@ def library() -> Library:
     functions.baton_pack.argtypes = [integer, integer, pointer, pointer, size, size, size, size]
     functions.baton_pack.restype = None
     functions.baton_linear.argtypes = [integer, integer] + [pointer] * 4 + [size] * 6 + [integer] * 3 + [pointer]
+    functions.baton_linear_of_heads.argtypes = [integer, integer] + [pointer] * 3 + [size] * 9 + [integer]
     functions.baton_quantized_linear.argtypes = (
         [integer, integer] + [pointer] * 6 + [size] * 5 + [integer] * 3 + [pointer]
     )
@@ -111,7 +113,7 @@ def library() -> Library:
     functions.baton_take_rows.argtypes = [integer, integer, pointer, pointer, pointer, size, size, size, integer]
     norm = [integer, integer] + [pointer] * 5 + [size] * 5
     functions.baton_rms_norm.argtypes = [*norm, ctypes.c_float, integer, integer]
-    functions.baton_rotate.argtypes = [integer, integer] + [pointer] * 3 + [size] * 6 + [integer]
+    functions.baton_rotate.argtypes = [integer, integer] + [pointer] * 3 + [size] * 6 + [integer] * 3
     functions.baton_barrier_bytes.restype = size
     functions.baton_barrier_arrive.argtypes = [pointer, ctypes.c_uint32, ctypes.c_uint32, pointer]
     functions.baton_barrier_wait.argtypes = [pointer, ctypes.c_uint32]
@@ -130,6 +132,7 @@ def library() -> Library:
         isa=functions.baton_default_isa(),
         threads=fork_join is not None,
         linear=functions.baton_linear,
+        linear_of_heads=functions.baton_linear_of_heads,
         quantized_linear=functions.baton_quantized_linear,
         attention=functions.baton_attention,
         store_kv=functions.baton_store_kv,

@@ -5,10 +5,10 @@ A row of the result depends on the row of x and the weight alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, overload
 
 import torch
 from torch.nn import functional
@@ -21,6 +21,8 @@ from baton.runner.backends.quantized_weight import Float8Weight, QuantizedWeight
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
+_GROUP = 64
+"""Columns of a group of packed memory (csrc/kernels.h)."""
 NOT_GATED = 0
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3}
 
@@ -104,6 +106,85 @@ def pack_gated(gate: torch.Tensor, up: torch.Tensor) -> PackedWeight:
     packed = _empty_packed((gate, up), n, gated_columns(n), gated=True)
     place_gated(gate, up, partial(_place, packed))
     return packed
+
+
+@dataclass(frozen=True, slots=True)
+class PackedHeads(Sequence[PackedWeight]):
+    """The weights of heads, all of one shape, at equal distances in memory. A slice of them is such weights, too."""
+
+    first: PackedWeight
+    num_heads: int
+    apart: int
+    """Elements from head to head."""
+
+    def __len__(self) -> int:
+        return self.num_heads
+
+    @overload
+    def __getitem__(self, head: int) -> PackedWeight: ...
+
+    @overload
+    def __getitem__(self, head: slice) -> PackedHeads: ...
+
+    def __getitem__(self, head: int | slice) -> PackedWeight | PackedHeads:
+        if isinstance(head, slice):
+            start, stop, step = head.indices(self.num_heads)
+            return PackedHeads(self._at(start), len(range(start, stop, step)), self.apart * step)
+        if not -self.num_heads <= head < self.num_heads:
+            raise IndexError(head)
+        return self._at(head % self.num_heads)
+
+    def _at(self, head: int) -> PackedWeight:
+        return replace(self.first, address=self.first.address + head * self.apart * self.first.dtype.itemsize)
+
+
+def pack_heads(weights: Sequence[torch.Tensor]) -> PackedHeads:
+    """Pack weights of heads [n, k], all of one shape, for `linear_of_heads`; raises the same errors as `pack`."""
+    n = weights[0].shape[0]
+    # Every head begins with a group of columns.
+    packed = pack(*(functional.pad(weight, (0, 0, 0, -n % _GROUP)) for weight in weights))
+    return PackedHeads(replace(packed, n=n), len(weights), packed.n // len(weights) * packed.padded_k)
+
+
+def linear_of_heads(x: torch.Tensor, weights: PackedHeads, out: torch.Tensor, *, threads: int) -> None:
+    """Write the products of rows x [m, heads, k] and the heads' weights transposed to `out` [m, heads, n].
+
+    There may be gaps between the heads of a row. Raises KernelArgumentError for tensors that don't fit.
+    """
+    w = weights.first
+    for name, rows, width in (("x", x, w.k), ("out", out, w.n)):
+        if rows.ndim != 3 or rows.shape[1:] != (len(weights), width) or rows.dtype != w.dtype or not rows.is_cpu:
+            shape = f"[m, {len(weights)}, {width}] {w.dtype} on the CPU"
+            raise KernelArgumentError(name, f"must be {shape}, is {tuple(rows.shape)} {rows.dtype}")
+        if rows.stride(2) != 1 and width > 1:
+            raise KernelArgumentError(name, "has rows that are not contiguous")
+    if out.shape[0] != x.shape[0]:
+        raise KernelArgumentError("out", f"has {out.shape[0]} rows, x {x.shape[0]}")
+    row, head, _ = out.stride()
+    if head < w.n or (out.shape[0] > 1 and row < (len(weights) - 1) * head + w.n):
+        raise KernelArgumentError("out", "has rows that overlap")
+    if w.padded_k != w.k:
+        x = functional.pad(x, (0, w.padded_k - w.k))
+    lib = library()
+    status = lib.linear_of_heads(
+        w.isa,
+        DTYPES[w.dtype],
+        x.data_ptr(),
+        w.address,
+        out.data_ptr(),
+        len(weights),
+        x.shape[0],
+        w.n,
+        w.padded_k,
+        x.stride(0),
+        out.stride(0),
+        x.stride(1),
+        weights.apart,
+        out.stride(1),
+        threads,
+    )
+    if status:
+        check_status(status)
 
 
 _PANEL = 16

@@ -161,16 +161,23 @@ class Program:
         self._record(OperationKind.MULTIPLY, x, Call(multiply=call), out=out, operands=(by,))
         return out
 
-    def rotate(self, x: Rows, head_dim: int, cos: Rows, sin: Rows) -> None:
-        """Record a rotation, in place, of as many first columns of each head of x as `cos` and `sin` have."""
+    def rotate(self, x: Rows, head_dim: int, cos: Rows, sin: Rows, *, in_pairs: bool = False) -> None:
+        """Record a rotation, in place, of as many first columns of each head of x as `cos` and `sin` have.
+
+        These may be float32. `in_pairs`: each two neighbours belong together, and not the two halves.
+        """
         if x.width % head_dim != 0 or cos.width % 2 != 0 or cos.width > head_dim or sin.width != cos.width:
             raise KernelArgumentError("cos", f"of {cos.width} columns can't rotate heads of {head_dim}")
+        if cos.dtype not in (x.dtype, torch.float32) or sin.dtype != cos.dtype:
+            raise KernelArgumentError("cos", f"is {cos.dtype}, and the rows {x.dtype}")
         call = RotateCall(
             heads=x.width // head_dim,
             half=cos.width // 2,
             token_stride=x.stride,
             head_stride=head_dim,
             angle_stride=cos.stride,
+            angle_dtype=DTYPES[cos.dtype],
+            in_pairs=in_pairs,
         )
         self._record(OperationKind.ROTATE, x, Call(rotate=call), operands=(cos, sin))
 
@@ -455,8 +462,9 @@ class Program:
     ) -> None:
         """`operands`: the second to the fifth, as far as there are any (csrc/program.c)."""
         of = x if out is None else out
-        # A recurrence has checked its decays and betas, which are float32.
-        same = [x, *(operands[:2] if kind is OperationKind.RECUR else operands)]
+        # A recurrence has checked its decays and betas, and a rotation its angles, which may be float32.
+        alike = {OperationKind.RECUR: 2, OperationKind.ROTATE: 0}.get(kind, len(operands))
+        same = [x, *operands[:alike]]
         if kind not in (OperationKind.LINEAR, OperationKind.GATE):
             same.append(out)
         if any(rows is not None and rows.dtype != self._dtype for rows in same):

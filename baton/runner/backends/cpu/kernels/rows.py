@@ -197,10 +197,11 @@ def multiply_structure(n: int, x_stride: int, by_stride: int, activation: GateFu
     return MultiplyCall(columns=n, x_stride=x_stride, by_stride=by_stride, multiplier=multiplier)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, threads: int) -> None:
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, in_pairs: bool = False, threads: int) -> None:
     """Rotate the first r columns of x [tokens, heads, d] in place; columns i and i + r / 2 are a pair with one angle.
 
-    `cos` and `sin` are [tokens, r] in x's dtype, and their two halves are equal. Computed in float32 and rounded once.
+    `in_pairs`: each two neighbours are one instead. `cos` and `sin` are [tokens, r] in x's dtype or float32, and their
+    two halves are equal. Computed in float32 and rounded once.
     There may be gaps between the tokens and the heads of x. Raises KernelArgumentError for tensors that don't fit.
 
     Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding".
@@ -213,10 +214,10 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, threads: in
         raise KernelArgumentError("x", "has rows that are not contiguous")
     if cos.ndim != 2 or cos.shape[0] != tokens or cos.shape[1] % 2 != 0 or cos.shape[1] > d:
         raise KernelArgumentError("cos", f"must be [{tokens}, r] with an even r up to {d}, is {tuple(cos.shape)}")
-    if cos.dtype != x.dtype or not cos.is_contiguous() or not cos.is_cpu:
-        raise KernelArgumentError("cos", f"must be {x.dtype}, contiguous, on the CPU")
-    if sin.shape != cos.shape or sin.dtype != x.dtype or not sin.is_contiguous() or not sin.is_cpu:
-        raise KernelArgumentError("sin", f"must be {tuple(cos.shape)} {x.dtype}, contiguous, on the CPU")
+    if cos.dtype not in (x.dtype, torch.float32) or not cos.is_contiguous() or not cos.is_cpu:
+        raise KernelArgumentError("cos", f"must be {x.dtype} or float32, contiguous, on the CPU")
+    if sin.shape != cos.shape or sin.dtype != cos.dtype or not sin.is_contiguous() or not sin.is_cpu:
+        raise KernelArgumentError("sin", f"must be {tuple(cos.shape)} {cos.dtype}, contiguous, on the CPU")
     r = cos.shape[1]
     lib = library()
     check_status(
@@ -232,6 +233,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, threads: in
             token_stride,
             head_stride,
             r,
+            DTYPES[cos.dtype],
+            in_pairs,
             threads,
         )
     )

@@ -267,7 +267,7 @@ INLINE struct attention_state state_in_scratch(const enum dtype dtype, const str
     state.query = (float *)state.keys + KEY_TILE * padded_columns(call->key_dim);
     state.widened = (char *)((float *)state.query + ATTENTION_ROWS * padded_columns(call->key_dim));
     state.key_bytes = dim * (size_t)cache_element_size(dtype, call);
-    state.value_bytes = (size_t)call->value_dim * (size_t)cache_element_size(dtype, call);
+    state.value_bytes = call->values_in_keys ? 0 : (size_t)call->value_dim * (size_t)cache_element_size(dtype, call);
     state.few = state.values_as_they_lie = state.here = 0;
     state.asked = 0;
     state.line_ahead = 0;

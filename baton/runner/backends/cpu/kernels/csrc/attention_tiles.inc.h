@@ -32,7 +32,7 @@ struct attention_state {
     int here;                 /* which of the two is the present tile's */
     int64_t asked;            /* how many keys of the next tile have been prefetched */
     size_t line_ahead;        /* 0; or few_scores and few_values prefetch all of the next tile, in steps of so many bytes */
-    size_t key_bytes, value_bytes; /* in the cache */
+    size_t key_bytes, value_bytes; /* in the cache, which has no values of their own in keys */
     int few;                  /* whether all rows are of one token: then keys are not transposed into panels */
     int values_as_they_lie;   /* whether the values of a whole tile are not copied into pairs either */
     struct biased_row biased[ATTENTION_ROWS]; /* of each row, only with distance_bias */
@@ -75,7 +75,8 @@ INLINE int64_t cache_element_size(const enum dtype dtype, const struct attention
  * first addresses of each panel may always be prefetched. Prefetches the scales of a cache in 8 bits. */
 INLINE void find_rows(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
                       struct tile_rows *rows, int64_t kv_head, int64_t first_position, int64_t tile) {
-    const int64_t size = cache_element_size(dtype, call), key_bytes = call->key_dim * size, value_bytes = call->value_dim * size;
+    const int64_t size = cache_element_size(dtype, call), key_bytes = call->key_dim * size;
+    const int64_t value_bytes = call->values_in_keys ? key_bytes : call->value_dim * size;
     const int32_t *table = call->block_tables + (int64_t)task->seq * call->table_stride;
     const int64_t length = call->seq_lens[task->seq];
     rows->start = visible_keys(call, length, first_position, tile).start;
@@ -87,6 +88,7 @@ INLINE void find_rows(const enum dtype dtype, const struct attention_call *call,
         int64_t start = table[block] * call->block_stride, token = kv_head * call->block_size + offset;
         const char *key = (const char *)call->cache + (start + call->key_offset) * size + token * key_bytes;
         const char *value = (const char *)call->cache + (start + call->value_offset) * size + token * value_bytes;
+        if (call->values_in_keys) value = key;
         int64_t count = call->block_size - offset < rows->end - j ? call->block_size - offset : rows->end - j;
         for (int64_t i = 0; i < count; i++) rows->key[j + i] = key + i * key_bytes;
         for (int64_t i = 0; i < count; i++) rows->value[j + i] = value + i * value_bytes;
@@ -155,9 +157,9 @@ INLINE void widen_tile_from(const enum dtype dtype, const enum cache_format form
     char *key = state->widened, *value = key + KEY_TILE * key_bytes;
     for (int64_t j = rows->start; j < rows->end; j++, key += key_bytes, value += value_bytes) {
         widen_codes(dtype, format, rows->key[j], *rows->scale[j], key_dim, key);
-        widen_codes(dtype, format, rows->value[j], rows->scale[j][call->scales_apart], value_dim, value);
+        if (!call->values_in_keys) widen_codes(dtype, format, rows->value[j], rows->scale[j][call->scales_apart], value_dim, value);
         rows->key[j] = key;
-        rows->value[j] = value;
+        rows->value[j] = call->values_in_keys ? key : value;
     }
 }
 

@@ -94,6 +94,24 @@ struct work linear_work(struct linear_call *call, const struct isa *isa, enum dt
     return work;
 }
 
+static void multiply_heads(const void *job, size_t task, void *scratch) {
+    const struct heads_call *call = job;
+    size_t head = task / call->tasks_of_head;
+    struct linear_call one = call->linear;
+    one.x = (const char *)one.x + head * call->x_apart;
+    one.packed = (const char *)one.packed + head * call->packed_apart;
+    one.out = (char *)one.out + head * call->out_apart;
+    call->function(&one, task % call->tasks_of_head, scratch);
+}
+
+struct work heads_work(struct heads_call *call, const struct isa *isa, enum dtype dtype) {
+    struct work of_head = linear_work(&call->linear, isa, dtype, 1); /* there are enough heads for all threads */
+    call->function = of_head.function;
+    call->tasks_of_head = of_head.n_tasks;
+    return (struct work){.function = multiply_heads, .job = call, .n_tasks = call->heads * of_head.n_tasks,
+                         .scratch_bytes = of_head.scratch_bytes};
+}
+
 const struct quantized_kernels *quantized_kernels(const struct isa *isa) {
     const struct quantized_kernels *kernels = isa->quantized;
     while (!kernels->supported()) kernels = kernels->otherwise;
@@ -190,6 +208,19 @@ int baton_linear(int isa_index, int dtype, const void *x, const void *packed, co
     return run_works(works, n_works, n_threads, NULL);
 }
 
+/* The products of the rows of several heads with weights of their own in x's dtype; *_apart: elements from head to head. */
+int baton_linear_of_heads(int isa_index, int dtype, const void *x, const void *packed, void *out, size_t heads, size_t m, size_t n,
+                          size_t k, size_t x_stride, size_t out_stride, size_t x_apart, size_t packed_apart, size_t out_apart,
+                          int n_threads) {
+    size_t size = dtype == DTYPE_FLOAT32 ? 4 : 2;
+    struct heads_call call = {.linear = {.x = x, .packed = packed, .out = out, .m = m, .n = n, .k = k, .x_stride = x_stride,
+                                         .out_stride = out_stride, .out_dtype = (enum dtype)dtype},
+                              .heads = heads, .x_apart = x_apart * size, .packed_apart = packed_apart * size,
+                              .out_apart = out_apart * size};
+    struct work work = heads_work(&call, isas[isa_index], (enum dtype)dtype);
+    return run_works(&work, 1, worthwhile_threads(heads * m, n, k, n_threads), NULL);
+}
+
 /* The product with a quantized weight. room: m rows of quantized x (baton_quantized_row_bytes) */
 int baton_quantized_linear(int isa_index, int dtype, const struct quantized_format *format, const void *x, const void *packed,
                            const void *bias, void *out, void *room, size_t m, size_t n, size_t k, size_t x_stride,
@@ -216,9 +247,10 @@ int baton_rms_norm(int isa, int dtype, const void *x, const void *weight, const 
 }
 
 int baton_rotate(int isa, int dtype, void *x, const void *cos, const void *sin, size_t tokens, size_t heads, size_t half,
-                 size_t token_stride, size_t head_stride, size_t angle_stride, int n_threads) {
+                 size_t token_stride, size_t head_stride, size_t angle_stride, int angle_dtype, int in_pairs, int n_threads) {
     struct rotate_call call = {.x = x, .cos = cos, .sin = sin, .tokens = tokens, .heads = heads, .half = half,
-                               .token_stride = token_stride, .head_stride = head_stride, .angle_stride = angle_stride};
+                               .token_stride = token_stride, .head_stride = head_stride, .angle_stride = angle_stride,
+                               .angle_dtype = (enum dtype)angle_dtype, .in_pairs = in_pairs};
     struct work work = rotate_work(&call, isas[isa], (enum dtype)dtype);
     return run_works(&work, 1, n_threads, NULL);
 }

@@ -24,7 +24,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { LANES = 16, GROUP_PANELS = 4, GROUP_COLUMNS = LANES * GROUP_PANELS, BF16_K_MULTIPLE = 32, KEY_TILE = 64, MAX_HEAD_DIM = 512 };
+enum { LANES = 16, GROUP_PANELS = 4, GROUP_COLUMNS = LANES * GROUP_PANELS, BF16_K_MULTIPLE = 32, KEY_TILE = 64, MAX_HEAD_DIM = 576 };
 enum dtype { DTYPE_FLOAT32 = 0, DTYPE_BFLOAT16 = 1 };
 /* product.py has the same numbers. */
 enum activation { NOT_GATED = 0, GATE_SILU = 1, GATE_GELU_TANH = 2, GATE_GELU = 3 };
@@ -99,6 +99,13 @@ struct linear_call {
     enum dtype out_dtype; /* of out: x's dtype, or float32, which keeps the sums as they are */
 };
 
+/* Products of the rows of several heads, each with a weight of its own. The heads follow each other at equal distances, in bytes. */
+struct heads_call {
+    struct linear_call linear; /* of the first head */
+    size_t heads, tasks_of_head, x_apart, packed_apart, out_apart;
+    void (*function)(const void *job, size_t task, void *scratch);
+};
+
 static inline size_t group_outputs(const struct linear_call *call) {
     return call->activation == NOT_GATED ? GROUP_COLUMNS : GROUP_COLUMNS / 2;
 }
@@ -154,8 +161,10 @@ struct multiply_call {
 
 struct rotate_call {
     void *x; /* [tokens, heads, ..], rotated in place */
-    const void *cos, *sin; /* [tokens, 2 * half]; only their first halves are read */
+    const void *cos, *sin; /* [tokens, 2 * half] of angle_dtype; only their first halves are read */
     size_t tokens, heads, half, token_stride, head_stride, angle_stride, tokens_per_task;
+    enum dtype angle_dtype; /* x's dtype, or float32 */
+    int in_pairs;           /* each two neighbours of x belong together, and not the two halves */
 };
 
 /* Stores a number in the dtype, rounded half to even. */
@@ -176,7 +185,8 @@ enum cache_format { CACHE_AS_IT_IS, CACHE_INT8, CACHE_E4M3 };
 
 /* Sizes, strides and offsets in bytes. In a block, the keys are at key_offset and the values at value_offset, both
  * [kv_heads, block_size, ..]; with 8 bits the scales of the keys and then those of the values are at scale_offset, both
- * [kv_heads, block_size]. key_size, value_size: of a head's key and value in the cache. */
+ * [kv_heads, block_size]. key_size, value_size: of a head's key and value in the cache; value_size is 0 where values are read of
+ * the keys, and then they have no scales either. */
 struct store_call {
     const void *key, *value; /* [tokens, kv_heads, ..] of dtype */
     void *cache;
@@ -195,6 +205,7 @@ struct attention_call {
     const float *distance_bias; /* [heads, num_distances], or NULL: added to scaled scores, see Operations.paged_attention */
     int64_t block_stride, key_offset, value_offset, scale_offset; /* in elements of the cache; scale_offset only with 8 bits */
     int64_t scales_apart; /* with 8 bits: how many scales the scale of a value is behind that of its key */
+    int64_t values_in_keys; /* 1: a value is the first value_dim numbers of its key, and value_offset means nothing */
     int64_t rows, query_stride, out_stride, num_seqs, table_width, table_stride, num_blocks;
     int64_t heads, kv_heads, key_dim, value_dim, block_size;
     int64_t window;  /* the most keys that a query attends to up to its own; 0: all */
@@ -406,6 +417,7 @@ int baton_barrier_aborted(struct barrier *barrier);
 
 /* Cut calls into tasks. */
 struct work linear_work(struct linear_call *call, const struct isa *isa, enum dtype dtype, int n_threads);
+struct work heads_work(struct heads_call *call, const struct isa *isa, enum dtype dtype);
 struct work norm_work(struct norm_call *call, const struct isa *isa, enum dtype dtype);
 /* n_tasks 0: no adapter changes this product. */
 struct work shrink_work(struct shrink_call *call, const struct isa *isa, enum dtype dtype);

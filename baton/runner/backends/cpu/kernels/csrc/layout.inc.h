@@ -64,6 +64,7 @@ static const struct layout_entry layout[] = {
     FIELD(rotate_call, x), FIELD(rotate_call, cos), FIELD(rotate_call, sin), FIELD(rotate_call, tokens),
     FIELD(rotate_call, heads), FIELD(rotate_call, half), FIELD(rotate_call, token_stride), FIELD(rotate_call, head_stride),
     FIELD(rotate_call, angle_stride), FIELD(rotate_call, tokens_per_task),
+    FIELD(rotate_call, angle_dtype), FIELD(rotate_call, in_pairs),
 
     WHOLE(struct store_call, "store_call"),
     FIELD(store_call, key), FIELD(store_call, value), FIELD(store_call, cache), FIELD(store_call, slots),
@@ -79,7 +80,7 @@ static const struct layout_entry layout[] = {
     FIELD(attention_call, query_start), FIELD(attention_call, seq_lens), FIELD(attention_call, block_tables),
     FIELD(attention_call, sinks), FIELD(attention_call, distance_bias), FIELD(attention_call, block_stride),
     FIELD(attention_call, key_offset),
-    FIELD(attention_call, value_offset), FIELD(attention_call, scale_offset), FIELD(attention_call, scales_apart),
+    FIELD(attention_call, value_offset), FIELD(attention_call, scale_offset), FIELD(attention_call, scales_apart), FIELD(attention_call, values_in_keys),
     FIELD(attention_call, rows),
     FIELD(attention_call, query_stride), FIELD(attention_call, out_stride), FIELD(attention_call, num_seqs), FIELD(attention_call, table_width), FIELD(attention_call, table_stride),
     FIELD(attention_call, num_blocks), FIELD(attention_call, heads), FIELD(attention_call, kv_heads),

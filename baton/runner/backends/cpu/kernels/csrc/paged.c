@@ -28,12 +28,26 @@ static int64_t kv_heads_together(const struct attention_job *job, int64_t seq, i
     return most > 1 ? most : 1;
 }
 
+/* How many heads of a group a task computes. Of a request with few rows they are divided, if there are fewer KV heads than threads;
+ * each task reads the keys anew. */
+static int64_t heads_together(const struct attention_job *job, int64_t seq, int64_t work, int n_threads) {
+    enum { FEWEST_HEADS = 16 };
+    const struct attention_call *call = job->call;
+    int64_t group = call->heads / call->kv_heads, heads = group < ATTENTION_ROWS ? group : ATTENTION_ROWS;
+    int64_t tokens = call->query_start[seq + 1] - call->query_start[seq];
+    if (tokens * group > ATTENTION_ROWS || group < 2 * FEWEST_HEADS) return heads;
+    /* As many tasks as are its share of those that keep all threads busy. */
+    int64_t parts = n_threads * own_keys(job, seq) / (work > 0 ? work : 1);
+    if (parts > group / FEWEST_HEADS) parts = group / FEWEST_HEADS;
+    return parts > 1 ? (group + parts - 1) / parts : heads;
+}
+
 /* Appends the tasks of one request, or only counts them when tasks is NULL. */
 static size_t plan_request(const struct attention_job *job, int64_t seq, int64_t work, int n_threads, struct attention_task *tasks) {
     const struct attention_call *call = job->call;
     int64_t tokens = call->query_start[seq + 1] - call->query_start[seq], group = call->heads / call->kv_heads;
-    int64_t heads = group < ATTENTION_ROWS ? group : ATTENTION_ROWS, step = ATTENTION_ROWS / heads;
-    int64_t together = tokens == 1 ? kv_heads_together(job, seq, work, n_threads) : 1;
+    int64_t heads = heads_together(job, seq, work, n_threads), step = ATTENTION_ROWS / heads;
+    int64_t together = tokens == 1 && heads == group ? kv_heads_together(job, seq, work, n_threads) : 1;
     size_t count = 0;
     for (int64_t token = 0; token < tokens; token += step)
         for (int64_t kv_head = 0; kv_head < call->kv_heads; kv_head += together)
@@ -134,6 +148,7 @@ static void store_token_8bit(const struct store_call *call, const char *key, con
         int64_t place = head * call->block_size + offset;
         store_8bit((enum cache_format)call->format, (enum dtype)call->dtype, key + head * call->key_size * size, (size_t)call->key_size,
                    (uint8_t *)block + call->key_offset + place * call->key_size, scales + place);
+        if (call->value_size == 0) continue;
         store_8bit((enum cache_format)call->format, (enum dtype)call->dtype, value + head * call->value_size * size,
                    (size_t)call->value_size, (uint8_t *)block + call->value_offset + place * call->value_size, value_scales + place);
     }
@@ -157,6 +172,7 @@ static void store_tokens(const void *job, size_t task, void *scratch) {
         for (int64_t head = 0; head < call->kv_heads; head++) {
             int64_t place = head * call->block_size + offset;
             memcpy(block + call->key_offset + place * call->key_size, key + head * call->key_size, (size_t)call->key_size);
+            if (call->value_size == 0) continue;
             memcpy(block + call->value_offset + place * call->value_size, value + head * call->value_size,
                    (size_t)call->value_size);
         }

@@ -98,22 +98,44 @@ TARGET static void multiply_bfloat16(const void *job, size_t task, void *scratch
     multiply_rows(DTYPE_BFLOAT16, job, task);
 }
 
-INLINE void rotate_rows(const enum dtype dtype, const struct rotate_call *call, size_t task) {
+/* Rotates LANES pairs of neighbours at most, from an element of x on. */
+INLINE void rotate_neighbours(const enum dtype dtype, void *x, size_t from, size_t count, v16 cosine, v16 sine) {
+    const size_t size = dtype == DTYPE_FLOAT32 ? 4 : 2;
+    uint32_t parts[2][LANES] = {{0}, {0}};
+    char *numbers = (char *)x + from * size;
+    for (size_t i = 0; i < 2 * count; i++) memcpy((char *)parts[i % 2] + i / 2 * size, numbers + i * size, size);
+    v16 first = load_lanes(dtype, parts[0], 0, LANES), second = load_lanes(dtype, parts[1], 0, LANES);
+    store_lanes(dtype, parts[0], 0, LANES, v_sub(v_mul(first, cosine), v_mul(second, sine)));
+    store_lanes(dtype, parts[1], 0, LANES, v_add(v_mul(second, cosine), v_mul(first, sine)));
+    for (size_t i = 0; i < 2 * count; i++) memcpy(numbers + i * size, (char *)parts[i % 2] + i / 2 * size, size);
+}
+
+INLINE void rotate_head(const enum dtype dtype, const enum dtype angle_dtype, const struct rotate_call *call, size_t row, size_t angles) {
     const size_t half = call->half;
+    for (size_t i = 0; i < half; i += LANES) {
+        size_t count = lanes_left(i, half);
+        v16 cosine = load_lanes(angle_dtype, call->cos, angles + i, count), sine = load_lanes(angle_dtype, call->sin, angles + i, count);
+        if (call->in_pairs) {
+            rotate_neighbours(dtype, call->x, row + 2 * i, count, cosine, sine);
+            continue;
+        }
+        v16 first = load_lanes(dtype, call->x, row + i, count), second = load_lanes(dtype, call->x, row + half + i, count);
+        v16 turned = v_sub(v_mul(first, cosine), v_mul(second, sine));
+        store_lanes(dtype, call->x, row + half + i, count, v_add(v_mul(second, cosine), v_mul(first, sine)));
+        store_lanes(dtype, call->x, row + i, count, turned);
+    }
+}
+
+INLINE void rotate_rows(const enum dtype dtype, const struct rotate_call *call, size_t task) {
     size_t token = task * call->tokens_per_task;
     size_t end = token + call->tokens_per_task < call->tokens ? token + call->tokens_per_task : call->tokens;
     for (; token < end; token++)
         for (size_t head = 0; head < call->heads; head++) {
-            size_t row = token * call->token_stride + head * call->head_stride;
-            for (size_t i = 0; i < half; i += LANES) {
-                size_t count = lanes_left(i, half);
-                v16 cosine = load_lanes(dtype, call->cos, token * call->angle_stride + i, count);
-                v16 sine = load_lanes(dtype, call->sin, token * call->angle_stride + i, count);
-                v16 first = load_lanes(dtype, call->x, row + i, count), second = load_lanes(dtype, call->x, row + half + i, count);
-                v16 turned = v_sub(v_mul(first, cosine), v_mul(second, sine));
-                store_lanes(dtype, call->x, row + half + i, count, v_add(v_mul(second, cosine), v_mul(first, sine)));
-                store_lanes(dtype, call->x, row + i, count, turned);
-            }
+            size_t row = token * call->token_stride + head * call->head_stride, angles = token * call->angle_stride;
+            if (call->angle_dtype == DTYPE_FLOAT32)
+                rotate_head(dtype, DTYPE_FLOAT32, call, row, angles);
+            else
+                rotate_head(dtype, DTYPE_BFLOAT16, call, row, angles);
         }
 }
 

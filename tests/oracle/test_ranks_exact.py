@@ -117,8 +117,8 @@ def kv_of(runner: TorchModelRunner) -> list[Bytes]:
             blocks, at = cache.kv_cache.view(torch.uint8).cpu().numpy().reshape(cache.num_blocks, -1), 0
             for geometry in (layout.layers[layer] for layer in group.layers if layer in cache.own_layers):
                 assert isinstance(geometry, LayerGeometry)
-                sizes = [size * ELEMENT_BYTES[layout.dtype] for size in (geometry.key_dim, geometry.value_dim)]
-                for size in [*sizes, *([SCALE_BYTES] * 2 if layout.has_scales else [])]:
+                sizes = [size * ELEMENT_BYTES[layout.dtype] for size in geometry.widths]
+                for size in [*sizes, *([SCALE_BYTES] * len(sizes) if layout.has_scales else [])]:
                     end = at + geometry.num_kv_heads * layout.block_size * size
                     heads = blocks[:, at:end].reshape(len(blocks), geometry.num_kv_heads, layout.block_size, size)
                     rows.append(heads.swapaxes(1, 2).reshape(len(blocks), layout.block_size, -1))

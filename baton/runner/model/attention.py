@@ -136,17 +136,16 @@ def cache_views(memory: torch.Tensor, layout: KVLayout, shard: Shard) -> dict[in
                 break  # and so are all others of the group
             heads = shard.kv_heads(layer.num_kv_heads)
             first = heads.start
-            keys = offset + first * layout.block_size * layer.key_dim
             size, all_heads = layout.block_size, layer.num_kv_heads
+            keys = offset + first * size * layer.key_dim
+            values = offset + size * (all_heads * layer.key_dim + first * layer.value_dim)
             scales = offset + size * (layer.token_elements + first * BFLOAT16_BYTES) if layout.has_scales else None
             views[index] = CacheView(
                 memory=memory,
                 num_blocks=memory.numel() // layout.block_elements,
                 block_stride=layout.block_elements,
                 key_offset=keys,
-                value_offset=keys
-                if layer.values_in_keys
-                else offset + size * (all_heads * layer.key_dim + first * layer.value_dim),
+                value_offset=keys if layer.values_in_keys else values,
                 num_kv_heads=len(heads),
                 block_size=size,
                 key_dim=layer.key_dim,

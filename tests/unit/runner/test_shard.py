@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from baton.engine.runner import KVLayout, LayerGeometry
 from baton.errors import ConfigError
+from baton.runner.backends.paged_cache import keys_and_values
+from baton.runner.model.attention import cache_views
 from baton.runner.parts import Shard, columns_of_ranks
 
 
@@ -46,3 +50,16 @@ def test_other_numbers_of_heads_are_refused_with_the_sizes_that_would_do(
 def test_a_rank_is_one_of_its_ranks() -> None:
     with pytest.raises(ValueError, match="rank 2 is not one of 2 ranks"):
         Shard(2, 2)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_every_rank_finds_its_heads_in_blocks_of_all(size: int) -> None:
+    layout = KVLayout(4, (LayerGeometry(4, 24, 16), LayerGeometry(1, 40, 32, values_in_keys=True)), "float32")
+    memory = torch.arange(3 * layout.block_elements, dtype=torch.float32)
+    whole = cache_views(memory, layout, Shard())
+    for rank in range(size):
+        shard = Shard(rank, size)
+        for layer, view in cache_views(memory, layout, shard).items():
+            heads = shard.kv_heads(whole[layer].num_kv_heads)
+            for own, every in zip(keys_and_values(view), keys_and_values(whole[layer]), strict=True):
+                assert torch.equal(own, every[:, heads.start : heads.stop])

@@ -88,7 +88,6 @@ INLINE void find_rows(const enum dtype dtype, const struct attention_call *call,
         int64_t start = table[block] * call->block_stride, token = kv_head * call->block_size + offset;
         const char *key = (const char *)call->cache + (start + call->key_offset) * size + token * key_bytes;
         const char *value = (const char *)call->cache + (start + call->value_offset) * size + token * value_bytes;
-        if (call->values_in_keys) value = key;
         int64_t count = call->block_size - offset < rows->end - j ? call->block_size - offset : rows->end - j;
         for (int64_t i = 0; i < count; i++) rows->key[j + i] = key + i * key_bytes;
         for (int64_t i = 0; i < count; i++) rows->value[j + i] = value + i * value_bytes;

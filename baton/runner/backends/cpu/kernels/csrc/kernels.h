@@ -205,7 +205,7 @@ struct attention_call {
     const float *distance_bias; /* [heads, num_distances], or NULL: added to scaled scores, see Operations.paged_attention */
     int64_t block_stride, key_offset, value_offset, scale_offset; /* in elements of the cache; scale_offset only with 8 bits */
     int64_t scales_apart; /* with 8 bits: how many scales the scale of a value is behind that of its key */
-    int64_t values_in_keys; /* 1: a value is the first value_dim numbers of its key, and value_offset means nothing */
+    int64_t values_in_keys; /* 1: a value is the first value_dim numbers of its key, and value_offset is that of the keys */
     int64_t rows, query_stride, out_stride, num_seqs, table_width, table_stride, num_blocks;
     int64_t heads, kv_heads, key_dim, value_dim, block_size;
     int64_t window;  /* the most keys that a query attends to up to its own; 0: all */

@@ -98,15 +98,23 @@ TARGET static void multiply_bfloat16(const void *job, size_t task, void *scratch
     multiply_rows(DTYPE_BFLOAT16, job, task);
 }
 
+/* Pairs of numbers, rotated by the angles with these cosines and sines. */
+struct turned {
+    v16 first, second;
+};
+INLINE struct turned turn(v16 first, v16 second, v16 cosine, v16 sine) {
+    return (struct turned){v_sub(v_mul(first, cosine), v_mul(second, sine)), v_add(v_mul(second, cosine), v_mul(first, sine))};
+}
+
 /* Rotates LANES pairs of neighbours at most, from an element of x on. */
 INLINE void rotate_neighbours(const enum dtype dtype, void *x, size_t from, size_t count, v16 cosine, v16 sine) {
     const size_t size = dtype == DTYPE_FLOAT32 ? 4 : 2;
     uint32_t parts[2][LANES] = {{0}, {0}};
     char *numbers = (char *)x + from * size;
     for (size_t i = 0; i < 2 * count; i++) memcpy((char *)parts[i % 2] + i / 2 * size, numbers + i * size, size);
-    v16 first = load_lanes(dtype, parts[0], 0, LANES), second = load_lanes(dtype, parts[1], 0, LANES);
-    store_lanes(dtype, parts[0], 0, LANES, v_sub(v_mul(first, cosine), v_mul(second, sine)));
-    store_lanes(dtype, parts[1], 0, LANES, v_add(v_mul(second, cosine), v_mul(first, sine)));
+    struct turned turned = turn(load_lanes(dtype, parts[0], 0, LANES), load_lanes(dtype, parts[1], 0, LANES), cosine, sine);
+    store_lanes(dtype, parts[0], 0, LANES, turned.first);
+    store_lanes(dtype, parts[1], 0, LANES, turned.second);
     for (size_t i = 0; i < 2 * count; i++) memcpy(numbers + i * size, (char *)parts[i % 2] + i / 2 * size, size);
 }
 
@@ -120,9 +128,9 @@ INLINE void rotate_head(const enum dtype dtype, const enum dtype angle_dtype, co
             continue;
         }
         v16 first = load_lanes(dtype, call->x, row + i, count), second = load_lanes(dtype, call->x, row + half + i, count);
-        v16 turned = v_sub(v_mul(first, cosine), v_mul(second, sine));
-        store_lanes(dtype, call->x, row + half + i, count, v_add(v_mul(second, cosine), v_mul(first, sine)));
-        store_lanes(dtype, call->x, row + i, count, turned);
+        struct turned turned = turn(first, second, cosine, sine);
+        store_lanes(dtype, call->x, row + i, count, turned.first);
+        store_lanes(dtype, call->x, row + half + i, count, turned.second);
     }
 }
 

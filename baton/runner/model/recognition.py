@@ -46,7 +46,7 @@ NUM_ROWS = 5
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu")
 _GATE_ACTIVATIONS: tuple[Literal["sigmoid", "softplus"], ...] = ("sigmoid", "softplus")
 LAYOUTS: tuple[AngleLayout, ...] = ("halves", "half", "pairs")
-_KINDS: tuple[Literal["halves", "pairs", "none"], ...] = ("halves", "pairs", "none")
+KINDS: tuple[Literal["halves", "pairs", "none"], ...] = ("halves", "pairs", "none")
 _MLP_NAMES = (
     ("gate_up_proj", "down_proj"),
     ("gate_proj", "up_proj", "down_proj"),
@@ -390,7 +390,7 @@ def _rotation(
     if _gates_are_in_queries(weights, heads):
         given = torch.cat((given[:, : 2 * heads[0] : 2], given[:, 2 * heads[0] :]), dim=1)
     query, key = given[:, : heads[0]], given[:, heads[0] : heads[0] + heads[1]]
-    for kind, norms_last in product(_KINDS, (False, True)):
+    for kind, norms_last in product(KINDS, (False, True)):
         rotation = Rotation(kind, layout, norms_last)
         cos_sin = [rotation.arranged(angles) for angles in (cos, sin)]
         if kind != "none" and cos_sin[0].shape[1] > query.shape[2]:

@@ -19,6 +19,7 @@ from baton.runner.model.attention import AttentionParameters, EchoAttention, Pag
 from baton.runner.model.fused_layers import AnyNorm, CalledAsAttention, Rotation, joined_bias
 from baton.runner.model.latents.heads import LatentHeads, take_heads
 from baton.runner.model.recognition import (
+    KINDS,
     LAYOUTS,
     NUM_ROWS,
     agree,
@@ -76,11 +77,11 @@ class FusedLatentAttention(CalledAsAttention, HasProducts):
         parts: _Parts,
         heads: LatentHeads,
         how: AttentionParameters,
-        rotation: Rotation,
     ) -> None:
+        """It rotates nothing until it is told otherwise."""
         super().__init__()
         self.layer_idx = layer_idx
-        self.rotation = rotation
+        self.rotation = Rotation("none", "halves")
         self.kv_b_proj = heads
         self.own_heads = heads.own_heads
         self._operations = operations
@@ -178,6 +179,7 @@ def _fused(
         return None
     first = parts.latent[1]
     x = like_input(first, torch.randn(1, NUM_ROWS, first.in_features, dtype=torch.float32, generator=generator))
+    fused: FusedLatentAttention | None = None
     for width, layout in product(widths or [0], LAYOUTS):
         angles = random_angles(width, layout, generator)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
@@ -187,12 +189,12 @@ def _fused(
             continue  # it takes angles of another width, or other arguments
         if theirs.how is None or len(theirs.seen) > 1:
             return None
-        for kind in ("halves", "pairs", "none"):
-            rotation = Rotation(kind, layout)
-            arranged = [rotation.arranged(part[0]) for part in (cos, sin)]
+        fused = fused or FusedLatentAttention(operations, child.layer_idx, parts, heads, theirs.how)
+        for kind in KINDS:
+            fused.rotation = Rotation(kind, layout)
+            arranged = [fused.rotation.arranged(part[0]) for part in (cos, sin)]
             if kind != "none" and arranged[0].shape[1] != heads.shape.rotated:
                 continue
-            fused = FusedLatentAttention(operations, child.layer_idx, parts, heads, theirs.how, rotation)
             ours = EchoAttention()
             object.__setattr__(fused, "baton_attend", ours)
             out = fused.rows(x[0], *arranged)

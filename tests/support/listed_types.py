@@ -45,6 +45,7 @@ _LATENT: _Fields = {
     "v_head_dim": 16,
     "num_key_value_heads": 4,
 }
+_SELECTING: _Fields = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 8}
 _LATENT_MIXTURE: _Fields = {**_PLAIN, **_LATENT, **_GROUPED, "num_experts_per_tok": 3}
 
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
@@ -77,6 +78,7 @@ _OTHERS: Mapping[str, _Fields] = {
     "cohere2": _WINDOWS,
     "cohere2_moe": {**_WINDOWS, **_MIXTURE, "num_shared_experts": 1},
     "deepseek_v2": {**_LATENT_MIXTURE, "topk_method": "greedy"},
+    "deepseek_v32": {**_LATENT_MIXTURE, **_SELECTING, "num_local_experts": 8},
     "dots1": {**_WINDOWS, **_GROUPED, "layer_types": _ALTERNATING},
     "ernie4_5": _HEADS,
     "ernie4_5_moe": {
@@ -103,6 +105,12 @@ _OTHERS: Mapping[str, _Fields] = {
     "glm4": {**_HEADS, "pad_token_id": 0},
     "glm4_moe": {**_HEADS, **_GROUPED, "use_qk_norm": True},
     "glm4_moe_lite": _LATENT_MIXTURE,
+    "glm_moe_dsa": {
+        **_LATENT_MIXTURE,
+        **_SELECTING,
+        "num_local_experts": 8,
+        "indexer_types": ["full", "shared"] * 2,
+    },
     "gpt_bigcode": {name: value for name, value in TINY_MODELS["gpt2"].items() if name != "model_type"},
     "gpt_neox": {name: value for name, value in _PLAIN.items() if name != "num_key_value_heads"},
     "granite": _GRANITE,

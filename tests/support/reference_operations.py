@@ -18,6 +18,7 @@ from baton.runner.backends.attention_call import AttentionCall, AttentionFeature
 from baton.runner.backends.cpu.kernels.attention import require_distance_bias
 from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction
 from baton.runner.backends.cpu.kernels.states import require_convolution, require_recurrence
+from baton.runner.backends.key_selection import SelectionCall, positions_in, select_by_torch
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.operations import Activation
 from baton.runner.backends.paged_cache import CacheView, read_blocks, write_rows
@@ -216,14 +217,21 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
         keys, values = (_array(rows) for rows in read_blocks(cache, blocks, query.dtype))
         for row in range(first, last):
             stop = length - (last - 1 - row)
-            seen = slice(max(0, stop - how.window) if how.window else 0, min(stop + how.ahead, length))
+            seen: Any = slice(max(0, stop - how.window) if how.window else 0, min(stop + how.ahead, length))
+            if call.selected is not None:
+                seen = [place for place in positions_in(call.selected[row]).tolist() if place in range(length)[seen]]
             biases = None
             if how.distance_bias is not None:
                 distances = stop - 1 - np.arange(seen.start, seen.stop)
                 biases = _array(how.distance_bias)[:, np.minimum(distances, how.distance_bias.shape[1] - 1)]
-            attended = _attend(_array(query[row]), keys[:, seen], values[:, seen], how, biases)
+            own = keys[:, seen, : query.shape[2]]
+            attended = _attend(_array(query[row]), own, values[:, seen], how, biases)
             out[row] = torch.from_numpy(attended).to(query.dtype)
     return out
+
+
+def select_keys(call: SelectionCall) -> torch.Tensor:
+    return select_by_torch(call)
 
 
 def gated_rms_norm(

@@ -64,7 +64,7 @@ class AttentionCall:
     """The queries of a step's sequences in one layer, and where the keys and values are to which they attend."""
 
     query: torch.Tensor
-    """[T, H, KD]"""
+    """[T, H, KD]. Where values are in keys, it may be narrower than these: then their first numbers give the scores."""
     cache: CacheView
     query_start: torch.Tensor
     """int32 [B + 1]: sequence b has the rows query_start[b] to query_start[b + 1], which may be none; they are the last
@@ -76,3 +76,6 @@ class AttentionCall:
     how: AttentionFeatures
     sharing: torch.Tensor | None = None
     """Which sequences share leading blocks (cuda/shared_splits.py), for operations that do not find out themselves."""
+    selected: torch.Tensor | None = None
+    """int64 [T, W]: to which keys of its sequence each row attends, of those that it sees (key_selection.py), among
+    them at least one. Not together with a soft cap, sinks or biases. None: to all."""

@@ -13,6 +13,7 @@ from baton.runner.backends.cpu.kernels import Packed, PackedHeads, Program
 from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU
+from baton.runner.backends.key_selection import SelectionCall
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.operations import Activation, Operations
 from baton.runner.backends.paged_cache import CacheView
@@ -104,6 +105,9 @@ class CompiledOperations:
 
     def paged_attention(self, call: AttentionCall) -> torch.Tensor:
         return kernels.paged_attention(call, threads=self.num_threads)
+
+    def select_keys(self, call: SelectionCall) -> torch.Tensor:
+        return kernels.select_keys(call, threads=self.num_threads)
 
     def convolve(self, call: ConvolutionCall) -> torch.Tensor:
         return kernels.convolve(call, threads=self.num_threads)

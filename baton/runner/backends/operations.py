@@ -14,6 +14,7 @@ import torch
 from baton.runner.backends.attention_call import AttentionCall
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction
+from baton.runner.backends.key_selection import SelectionCall
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.ranks.ranks import Ranks
@@ -168,6 +169,10 @@ class Operations(Protocol):
 
         Raises KernelArgumentError for biases of distances that don't fit.
         """
+        ...
+
+    def select_keys(self, call: SelectionCall) -> torch.Tensor:
+        """The keys that each row attends to: bits, int64 [T, W] (key_selection.py); zeros for rows of no sequence."""
         ...
 
     def convolve(self, call: ConvolutionCall) -> torch.Tensor:

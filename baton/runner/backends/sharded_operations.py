@@ -152,6 +152,7 @@ class ShardedOperations:
         self.rotate = inner.rotate
         self.store_kv = inner.store_kv
         self.paged_attention = inner.paged_attention
+        self.select_keys = inner.select_keys
         self.convolve = inner.convolve
         self.recur = inner.recur
 

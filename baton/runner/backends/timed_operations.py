@@ -16,7 +16,7 @@ from baton.runner.backends.operations import Operations
 _AT_LOAD = frozenset({"numerics", "pack", "pack_gated", "pack_heads", "adapt"})
 """Operations that are called while a model is loaded, and never in a step."""
 
-_ATTENTION = frozenset({"paged_attention", "store_kv", "convolve", "recur"})
+_ATTENTION = frozenset({"paged_attention", "select_keys", "store_kv", "convolve", "recur"})
 
 _PRODUCTS = frozenset({"linear", "gated_linear", "linear_of_heads"})
 

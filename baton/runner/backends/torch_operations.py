@@ -22,6 +22,7 @@ from baton.runner.backends.attention_call import AttentionCall, AttentionFeature
 from baton.runner.backends.cpu.kernels.attention import require_distance_bias
 from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction
 from baton.runner.backends.device import CPU
+from baton.runner.backends.key_selection import SelectionCall, positions_in, select_by_torch
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.operations import Activation
 from baton.runner.backends.paged_cache import CacheView, read_blocks, write_rows
@@ -269,19 +270,26 @@ class TorchOperations:
             for row in range(first, last):
                 stop = length - (last - 1 - row)
                 start = how.first_key(stop - 1)
-                seen = slice(start, stop)
-                grouped = query[row].view(cache.num_kv_heads, -1, cache.key_dim).float()
+                seen: slice | torch.Tensor = slice(start, stop)
+                if call.selected is not None:
+                    chosen = positions_in(call.selected[row])
+                    seen = chosen[(chosen >= start) & (chosen < stop)]
+                grouped = query[row].view(cache.num_kv_heads, -1, query.shape[2]).float()
                 # A copy, so that the product sees the same memory layout for a prompt and for a lone token.
-                scores = torch.bmm(grouped, keys[:, seen].contiguous().transpose(1, 2)) * how.scale
+                own = keys[:, seen, : query.shape[2]].contiguous()
+                scores = torch.bmm(grouped, own.transpose(1, 2)) * how.scale
                 if how.softcap:
                     scores = torch.tanh(scores / how.softcap) * how.softcap
                 if biases is not None:
                     scores = scores + biases[..., length - (stop - start) :]
                 if extra is not None:
                     scores = torch.cat((scores, extra), dim=-1)
-                weights = torch.softmax(scores, dim=-1)[..., : stop - start]
+                weights = torch.softmax(scores, dim=-1)[..., : own.shape[1]]
                 out[row] = torch.bmm(weights, values[:, seen].contiguous()).view_as(out[row]).to(query.dtype)
         return out
+
+    def select_keys(self, call: SelectionCall) -> torch.Tensor:
+        return select_by_torch(call)
 
     def convolve(self, call: ConvolutionCall) -> torch.Tensor:
         return torch_states.convolve(call)

@@ -19,6 +19,7 @@ from baton.runner.backends.attention_call import AttentionCall, AttentionFeature
 from baton.runner.backends.cpu.kernels.attention import BFLOAT16_BYTES
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.program import Program
+from baton.runner.backends.key_selection import SelectionCall
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.ranks.ranks import ONE_RANK, Ranks
@@ -79,7 +80,7 @@ class Attend(Protocol):
     """Computes one layer's attention: query [T, H, KD], key [T, KH, KD] and value [T, KH, VD] to [T, H, VD].
 
     H and KH count the heads of this rank. With `sampling` the query has only the rows that sample; key and value have
-    all rows. Without `stores` key and value are in the cache already.
+    all rows. Without `stores` key and value are in the cache already. `selected`: what `select` gave for these rows.
     """
 
     def attend(
@@ -92,6 +93,7 @@ class Attend(Protocol):
         *,
         sampling: bool = False,
         stores: bool = True,
+        selected: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -109,6 +111,32 @@ class AttendsToLatents(Protocol):
     ) -> torch.Tensor:
         """The outputs of all heads [T, H, VD], from queries of their keys [T, H, KD] and latents as keys and values of
         one head, [T, 1, L + R] and [T, 1, L]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyScores:
+    """What selects the keys to which rows attend (key_selection.py)."""
+
+    query: torch.Tensor
+    """[T, H, D]"""
+    weights: torch.Tensor
+    """float32 [T, H]"""
+    first: int
+    """Where a key in the cache has the D numbers for these queries."""
+    scale: float
+    most: int
+    """How many keys a row attends to at most."""
+
+
+class AttendOrSelect(Attend, Protocol):
+    """Computes one layer's attention, and selects the keys to which rows attend."""
+
+    def select(self, layer: int, key: torch.Tensor, scores: KeyScores, *, sampling: bool = False) -> torch.Tensor:
+        """Store keys [T, KH, KD], in which values are, and return the selection int64 [T, W].
+
+        With `sampling` the scores are of the rows that sample alone.
+        """
         ...
 
 
@@ -181,6 +209,7 @@ class PagedAttention:
         *,
         sampling: bool = False,
         stores: bool = True,
+        selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
         layout = self.layout
         if layout is None:
@@ -198,6 +227,27 @@ class PagedAttention:
                 layout.block_tables[group],
                 how,
                 layout.sharing[group] if layout.sharing else None,
+                selected,
+            )
+        )
+
+    def select(self, layer: int, key: torch.Tensor, scores: KeyScores, *, sampling: bool = False) -> torch.Tensor:
+        layout = self.layout
+        if layout is None:
+            raise RuntimeError("keys were selected outside of a step")
+        cache, group = self._caches[layer], self._groups[layer]
+        self._operations.store_kv(dense_rows(key), None, cache, layout.slots[group])
+        return self._operations.select_keys(
+            SelectionCall(
+                scores.query,
+                scores.weights,
+                cache,
+                scores.first,
+                layout.sample_start if sampling else layout.query_start,
+                layout.seq_lens,
+                layout.block_tables[group],
+                scores.scale,
+                scores.most,
             )
         )
 
@@ -245,6 +295,7 @@ class ProbeAttention:
         *,
         sampling: bool = False,
         stores: bool = True,
+        selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if layer in self.layers:
             raise UnsupportedAttention(
@@ -255,6 +306,14 @@ class ProbeAttention:
         self.have_sinks |= how.sinks is not None
         self.layers[layer] = LayerGeometry(how.num_kv_heads, key.shape[2], value.shape[2], how.values_in_keys)
         return query.new_zeros(*query.shape[:2], value.shape[2])
+
+    def select(self, layer: int, key: torch.Tensor, scores: KeyScores, *, sampling: bool = False) -> torch.Tensor:
+        return no_selection(scores)
+
+
+def no_selection(scores: KeyScores) -> torch.Tensor:
+    """The selection of rows that attend to nothing, since they are only looked at."""
+    return torch.zeros(scores.query.shape[0], 0, dtype=torch.int64, device=scores.query.device)
 
 
 class EchoAttention:
@@ -275,6 +334,7 @@ class EchoAttention:
         *,
         sampling: bool = False,
         stores: bool = True,
+        selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self.seen.append((query.clone(), key.clone(), value.clone()))
         self.how = how
@@ -283,6 +343,9 @@ class EchoAttention:
         mixed[..., :width] += query[..., :width]
         mixed[..., :width] -= key[..., :width].repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         return mixed
+
+    def select(self, layer: int, key: torch.Tensor, scores: KeyScores, *, sampling: bool = False) -> torch.Tensor:
+        return no_selection(scores)
 
 
 class AttendOwnHeads:
@@ -303,6 +366,7 @@ class AttendOwnHeads:
         *,
         sampling: bool = False,
         stores: bool = True,
+        selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
         shard = self._ranks.shard
         own = shard.heads(query.shape[1], key.shape[1])
@@ -314,6 +378,7 @@ class AttendOwnHeads:
             of_own_heads(how, own),
             sampling=sampling,
             stores=stores,
+            selected=selected,
         )
         rows = attended.reshape(attended.shape[0], -1)
         every = self._ranks.gather(rows, [rows.shape[1]] * shard.size)

@@ -30,6 +30,8 @@ _KINDS_OF_LAYERS = {
     *KINDS_WITHOUT_CACHE,
 }
 """The layers that are served, by transformers' names; a hybrid one has attention and a state."""
+_SELECTING = "indexed_attention"
+"""Layers that select the keys to which they attend."""
 _SCORE = "score.weight"
 """The head's weight in checkpoints of decoders with a head for labels."""
 
@@ -377,6 +379,8 @@ def model_class_of(checkpoint: Checkpoint, config: Any) -> Any:
     if is_part:
         refusal += f"of its parts only that for text could be served, of type {text_config.model_type!r}, and "
     kinds = set(getattr(text_config, "layer_types", None) or ()) - _KINDS_OF_LAYERS
+    if getattr(text_config, "kv_lora_rank", None):
+        kinds.discard(_SELECTING)  # of latents; whether the selection is a known one is found out later
     if kinds:
         raise ConfigError(f"{refusal}it has layers of type {', '.join(sorted(kinds))}{instead}")
     # Models with states don't say it, and then what their layers ask for decides.

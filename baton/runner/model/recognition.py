@@ -323,10 +323,12 @@ def _linears(child: Any, known_names: Sequence[Sequence[str]]) -> dict[str, nn.L
     return None
 
 
-def random_angles(width: int, layout: AngleLayout, generator: torch.Generator) -> torch.Tensor:
-    """Random angles [1, NUM_ROWS, width] in a layout of real models."""
+def random_angles(
+    width: int, layout: AngleLayout, generator: torch.Generator, num_rows: int = NUM_ROWS
+) -> torch.Tensor:
+    """Random angles [1, num_rows, width] in a layout of real models."""
     few = width if layout == "half" else width // 2
-    angles = torch.rand(1, NUM_ROWS, few, dtype=torch.float32, generator=generator) * 6
+    angles = torch.rand(1, num_rows, few, dtype=torch.float32, generator=generator) * 6
     if layout == "pairs":
         return angles.repeat_interleave(2, dim=-1)
     return angles if layout == "half" else torch.cat((angles, angles), dim=-1)

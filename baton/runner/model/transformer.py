@@ -43,7 +43,7 @@ from baton.runner.model.decoder import (
     ModelOutput,
     given_to,
 )
-from baton.runner.model.latents.fused import attend_to_latents
+from baton.runner.model.latents.recognition import attend_to_latents
 from baton.runner.model.layers import ProductWatch, RowMatrices, head_of, replace_products
 from baton.runner.model.long_angles import LongAngles, replace_rotary
 from baton.runner.model.loop.trace import LoopTrace, NotAPlainDecoder

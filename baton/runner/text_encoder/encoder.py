@@ -111,6 +111,7 @@ class BothWays:
         *,
         sampling: bool = False,
         stores: bool = True,
+        selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
         layout = self.layout
         if layout is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import CacheView, KernelArgumentError
+from baton.runner.backends.key_selection import SelectionCall, select_by_torch
 from baton.runner.backends.torch_operations import TorchOperations
 from tests.support.kernel_inputs import DTYPES, randn, relative_error
 from tests.support.pairs import all_pairs
@@ -174,6 +176,73 @@ def test_rows_attend_to_keys_of_their_own_chunk(isa: str, dtype: torch.dtype, ch
         alone.query, alone.cache, alone.tables = alone.query.clone(), paged.cache, paged.tables
         alone.query[-1] = paged.query[143 + position]
         assert torch.equal(alone.attend(chunk, in_chunks=True)[-1], together[143 + position]), position
+
+
+@all_pairs({"isa": ISAS, "dtype": DTYPES, "heads, kv_heads": [(6, 2), (40, 1), (130, 1)], "threads": [1, 4]})
+def test_a_selection_of_all_keys_changes_no_bit(
+    isa: str, dtype: torch.dtype, heads: int, kv_heads: int, threads: int
+) -> None:
+    kernels.use_isa(isa)
+    paged = Paged.make(
+        dtype, lengths=[1, 64, 90, 200], query_lens=[1, 64, 1, 77], head_dim=40, heads=heads, kv_heads=kv_heads
+    )
+    every = torch.full((143, 4), -1, dtype=torch.int64)
+    call = replace(paged.call(AttentionFeatures(0.3)), selected=every)
+    assert torch.equal(kernels.paged_attention(call, threads=threads), paged.attend())
+
+
+@pytest.mark.parametrize(
+    ("selected", "how"),
+    [
+        (torch.zeros(2, 4, dtype=torch.int64), AttentionFeatures(0.3)),
+        (torch.zeros(1, 3, dtype=torch.int64), AttentionFeatures(0.3)),
+        (torch.zeros(1, 4, dtype=torch.int32), AttentionFeatures(0.3)),
+        (torch.zeros(1, 4, dtype=torch.int64), AttentionFeatures(0.3, softcap=5.0)),
+        (torch.zeros(1, 4, dtype=torch.int64), AttentionFeatures(-0.3)),
+    ],
+)
+def test_a_selection_that_does_not_fit_is_refused(selected: torch.Tensor, how: AttentionFeatures) -> None:
+    paged = Paged.make(torch.float32, lengths=[200], query_lens=[1])
+    with pytest.raises(KernelArgumentError, match="selected"):
+        kernels.paged_attention(replace(paged.call(how), selected=selected), threads=1)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_kernels_select_the_keys_that_torch_selects(isa: str, dtype: torch.dtype, threads: int) -> None:
+    """The numbers are small whole ones, so that both compute scores exactly, and many are equal."""
+    kernels.use_isa(isa)
+    blocks, size, width, heads = 20, 16, 24, 6
+    memory = torch.randint(-2, 3, (blocks * size * width,), generator=torch.Generator().manual_seed(1)).to(dtype)
+    cache = CacheView(memory, blocks, size * width, 0, 0, 1, size, width, 8, values_in_keys=True)
+    query = torch.randint(-2, 3, (80, heads, 16), generator=torch.Generator().manual_seed(2)).to(dtype)
+    weights = torch.randint(-2, 3, (80, heads), generator=torch.Generator().manual_seed(3)).float()
+    starts, lengths = torch.tensor([0, 1, 80], dtype=torch.int32), torch.tensor([130, 150], dtype=torch.int32)
+    tables = torch.randperm(blocks, generator=torch.Generator().manual_seed(4)).view(2, 10).to(torch.int32)
+    call = SelectionCall(query, weights, cache, 8, starts, lengths, tables, 0.5, 70)
+    assert torch.equal(kernels.select_keys(call, threads=threads), select_by_torch(call))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"first": 16},
+        {"first": 4},
+        {"most": 0},
+        {"scale": float("nan")},
+        {"weights": torch.zeros(1, 5)},
+        {"seq_lens": torch.tensor([1000], dtype=torch.int32)},
+        {"query": torch.zeros(1, 129, 16), "weights": torch.zeros(1, 129)},
+    ],
+)
+def test_a_selection_of_keys_that_are_not_there_is_refused(change: dict[str, Any]) -> None:
+    cache = CacheView(torch.zeros(20 * 16 * 24), 20, 16 * 24, 0, 0, 1, 16, 24, 8, values_in_keys=True)
+    one, tables = torch.tensor([0, 1], dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int32)
+    call = SelectionCall(torch.zeros(1, 6, 16), torch.zeros(1, 6), cache, 8, one, one[1:] * 64, tables, 0.5, 3)
+    kernels.select_keys(call, threads=1)
+    with pytest.raises(KernelArgumentError):
+        kernels.select_keys(replace(call, **change), threads=1)
 
 
 def test_without_kernels_rows_attend_to_keys_of_their_own_chunk() -> None:
@@ -501,7 +570,7 @@ def test_store_writes_its_slots_and_nothing_else() -> None:
         ("cache", {"cache": replace(_cache(4, 2, 16, 32, 32, torch.float32), key_offset=-1)}),
         ("cache", {"cache": replace(_cache(4, 2, 16, 32, 32, torch.float32), num_kv_heads=0)}),
         ("key_dim", {"cache": _cache(4, 2, 16, 12, 32, torch.float32), "query": torch.zeros(4, 6, 12)}),
-        ("value_dim", {"cache": _cache(4, 2, 16, 32, 584, torch.float32)}),
+        ("value_dim", {"cache": _cache(4, 2, 16, 32, 712, torch.float32)}),
     ],
 )
 def test_attention_refuses_arguments_that_reach_outside_the_cache(argument: str, change: dict[str, object]) -> None:

@@ -209,7 +209,7 @@ class CudaOperations(TorchOperations):
         return super()._float32_product(rows, matrix)
 
     def paged_attention(self, call: AttentionCall) -> torch.Tensor:
-        if call.how.ahead or call.cache.values_in_keys:
+        if call.how.ahead or call.cache.values_in_keys or call.selected is not None:
             # Only encoders look ahead, and Triton's kernel is causal. It does not read values of keys either.
             return super().paged_attention(call)
         kind = _Kind.of(call)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import product
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,25 +14,13 @@ from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import rows_of
-from baton.runner.model.attention import AttentionParameters, EchoAttention, PagedAttention
+from baton.runner.model.attention import AttentionParameters, PagedAttention
 from baton.runner.model.fused_layers import AnyNorm, CalledAsAttention, Rotation, joined_bias
-from baton.runner.model.latents.heads import LatentHeads, take_heads
-from baton.runner.model.recognition import (
-    KINDS,
-    LAYOUTS,
-    NUM_ROWS,
-    agree,
-    angle_dtypes_of,
-    angle_widths,
-    children_of,
-    echoed,
-    like_input,
-    random_angles,
-)
-from baton.runner.model.stored.layers import forget_weights, weight_of
+from baton.runner.model.latents.heads import LatentHeads
+from baton.runner.model.stored.layers import weight_of
 
 
-class _Parts(NamedTuple):
+class Parts(NamedTuple):
     """The layers of an attention to latents besides those of its heads, with their names."""
 
     down: tuple[str, nn.Linear] | None
@@ -46,7 +33,7 @@ class _Parts(NamedTuple):
     out: tuple[str, nn.Linear]
 
     @classmethod
-    def of(cls, attention: Any) -> _Parts | None:
+    def of(cls, attention: Any) -> Parts | None:
         """None for an attention that has others."""
 
         def linear(name: str) -> tuple[str, nn.Linear] | None:
@@ -74,7 +61,7 @@ class FusedLatentAttention(CalledAsAttention, HasProducts):
         self,
         operations: Operations,
         layer_idx: int,
-        parts: _Parts,
+        parts: Parts,
         heads: LatentHeads,
         how: AttentionParameters,
     ) -> None:
@@ -116,22 +103,57 @@ class FusedLatentAttention(CalledAsAttention, HasProducts):
         """x [T, K], cos and sin [T, R] to [T, K]; with `sample_rows`, which may be empty, only these rows."""
         down = self._down.linear(x, self._down_bias)
         (down_norm, latent_norm), narrow, width = self._norms, self._width_of_queries, self._shape.latent
-        latent = down.new_empty(down.shape[0], 1, width + self._shape.rotated)
+        latent = down.new_empty(down.shape[0], 1, self.key_width)
+        rotated = latent[..., width : width + self._shape.rotated]
         latent[:, 0, :width] = latent_norm.rows(down[:, narrow : narrow + width])
-        latent[:, 0, width:] = down[:, narrow + width :]
-        self._rotate(latent[..., width:], cos, sin)
+        rotated[:, 0] = down[:, narrow + width :]
+        self._rotate(rotated, cos, sin)
+        self._complete(latent, x, cos, sin)
         given = x if down_norm is None else down_norm.rows(down[:, :narrow])
         if sample_rows is not None:
-            given, cos, sin = given[sample_rows], cos[sample_rows], sin[sample_rows]
+            x, given, cos, sin = (rows[sample_rows] for rows in (x, given, cos, sin))
             self._down.keep(sample_rows)
+        selected = self._selected(latent, x, given, cos, sin, sample_rows)
         query = self._queries(given)
         self._rotate(query[..., self._shape.plain :], cos, sin)
         own = self.kv_b_proj.attend_own(
-            self.baton_attend, self.layer_idx, query, latent, self._how, sampling=sample_rows is not None
+            self.baton_attend,
+            self.layer_idx,
+            query,
+            latent,
+            self._how,
+            sampling=sample_rows is not None,
+            selected=selected,
+            are_stored=self._stores_before,
         )
         if own.shape[0] == 0:
             return x[:0]
         return self._out.linear(self.kv_b_proj.gathered(own), self._out_bias)
+
+    @property
+    def key_width(self) -> int:
+        """The numbers of a token in the cache."""
+        return self._shape.latent + self._shape.rotated
+
+    @property
+    def _stores_before(self) -> bool:
+        """Whether `_selected` stores latents in the cache."""
+        return False
+
+    def _complete(self, latent: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Write what else the cache has of rows x [T, K] behind their latents [T, 1, key_width]: here nothing."""
+
+    def _selected(
+        self,
+        latent: torch.Tensor,
+        x: torch.Tensor,
+        narrow: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        sample_rows: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """The keys to which rows x [T, K] attend, if they don't attend to all that they see; `narrow`: of what queries
+        are made. `sample_rows`: which of a step's rows these are; None: all."""
 
     def _queries(self, given: torch.Tensor) -> torch.Tensor:
         """Queries [T, h, N + R] of this rank's heads."""
@@ -149,63 +171,3 @@ class FusedLatentAttention(CalledAsAttention, HasProducts):
     ) -> Rows:
         """Raises KernelArgumentError: programs have no operation for the products of heads."""
         raise KernelArgumentError("x", "attends to latents, for which programs have no operations")
-
-
-def attend_to_latents(module: nn.Module, operations: Operations, release: Callable[[nn.Module], None]) -> None:
-    """Let every attention of a model whose heads share latents attend to these, and replace those that are recognised.
-
-    `release` is called with every module that was replaced.
-    """
-    generator = torch.Generator().manual_seed(0)
-    with torch.inference_mode():
-        widths, dtypes = angle_widths(module), angle_dtypes_of(module)
-        for parent, name, child in children_of(module):
-            heads = take_heads(child, operations, generator, release)
-            if heads is None:
-                continue
-            fused = _fused(child, heads, operations, generator, widths) if len(dtypes) < 2 else None
-            forget_weights(child)
-            if fused is not None:
-                setattr(parent, name, fused)
-                release(child)
-
-
-def _fused(
-    child: Any, heads: LatentHeads, operations: Operations, generator: torch.Generator, widths: Sequence[int]
-) -> FusedLatentAttention | None:
-    """What computes the same as an attention to latents; None for one that does more or something else."""
-    parts = _Parts.of(child)
-    if parts is None:
-        return None
-    first = parts.latent[1]
-    x = like_input(first, torch.randn(1, NUM_ROWS, first.in_features, dtype=torch.float32, generator=generator))
-    fused: FusedLatentAttention | None = None
-    for width, layout in product(widths or [0], LAYOUTS):
-        angles = random_angles(width, layout, generator)
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        try:
-            theirs, expected = echoed(child, x, cos, sin)
-        except (RuntimeError, TypeError, ValueError, AttributeError):
-            continue  # it takes angles of another width, or other arguments
-        if theirs.how is None or len(theirs.seen) > 1:
-            return None
-        fused = fused or FusedLatentAttention(operations, child.layer_idx, parts, heads, theirs.how)
-        for kind in KINDS:
-            fused.rotation = Rotation(kind, layout)
-            arranged = [fused.rotation.arranged(part[0]) for part in (cos, sin)]
-            if kind != "none" and arranged[0].shape[1] != heads.shape.rotated:
-                continue
-            ours = EchoAttention()
-            object.__setattr__(fused, "baton_attend", ours)
-            out = fused.rows(x[0], *arranged)
-            if agree(expected[0], out) and all(
-                agree(*pair) for pair in zip(_compared(theirs), _compared(ours), strict=True)
-            ):
-                return fused
-    return None
-
-
-def _compared(echo: EchoAttention) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scores of all queries and keys, and the values: numbers of keys may come in any order."""
-    query, key, value = echo.seen[0]
-    return torch.einsum("qhd,kd->hqk", query.float(), key[:, 0].float()).to(query.dtype), value

@@ -100,10 +100,13 @@ class LatentHeads(nn.Module, HasProducts):
         how: AttentionParameters,
         *,
         sampling: bool,
+        selected: torch.Tensor | None = None,
+        are_stored: bool = False,
     ) -> torch.Tensor:
         """The outputs of this rank's heads [T, h, VD], from queries of their keys [T, h, N + R] and latents as keys.
 
-        Some heads are computed at a time: queries of latents are several times as wide as the model's rows.
+        Some heads are computed at a time: queries of latents are several times as wide as the model's rows. `selected`:
+        the keys that each row attends to; None: all that it sees. `are_stored`: whether the cache has the latents.
         """
         num_rows, num_heads = query.shape[:2]
         value = latent[..., : self.shape.latent]
@@ -112,7 +115,10 @@ class LatentHeads(nn.Module, HasProducts):
         for first in range(0, num_heads, together):
             heads = slice(first, min(first + together, num_heads))
             of_latents = self._queries(query[:, heads], heads)
-            attended = attend.attend(layer, of_latents, latent, value, how, sampling=sampling, stores=first == 0)
+            stores = first == 0 and not are_stored
+            attended = attend.attend(
+                layer, of_latents, latent, value, how, sampling=sampling, stores=stores, selected=selected
+            )
             self._multiply(attended, self._of_outputs, heads, out[:, heads], "outputs")
         return out
 

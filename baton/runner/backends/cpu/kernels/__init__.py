@@ -8,7 +8,7 @@ has the rule and the memory layouts.
 from __future__ import annotations
 
 from baton.runner.backends.cpu.kernel_file import KernelsUnavailable
-from baton.runner.backends.cpu.kernels.attention import paged_attention, store_kv
+from baton.runner.backends.cpu.kernels.attention import paged_attention, select_keys, store_kv
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.float8 import PackedFloat8Weight
 from baton.runner.backends.cpu.kernels.info import KernelInfo, available
@@ -59,6 +59,7 @@ __all__ = [
     "recur",
     "rms_norm",
     "rotate",
+    "select_keys",
     "store_kv",
     "take_rows",
     "use_isa",

@@ -8,12 +8,19 @@ import math
 import torch
 
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
-from baton.runner.backends.cpu.kernels.call_structs import CacheFormat, KernelAttentionCall, StoreCall
+from baton.runner.backends.cpu.kernels.call_structs import (
+    CacheFormat,
+    KernelAttentionCall,
+    KernelSelectionCall,
+    StoreCall,
+)
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.library import CACHE_FORMATS, DTYPES, check_status, library
+from baton.runner.backends.key_selection import WORD_BITS, SelectionCall
 from baton.runner.backends.paged_cache import CacheView
 
-MAX_HEAD_DIM = 576
+MAX_HEAD_DIM = 704
+MOST_SELECTING_HEADS = 128
 BFLOAT16_BYTES = 2
 SCALE_BYTES = 2 * BFLOAT16_BYTES
 """The bytes of the scales of one key and one value in 8 bits."""
@@ -36,13 +43,16 @@ def paged_attention(call: AttentionCall, *, threads: int) -> torch.Tensor:
     if (last_stride != 1 and key_dim > 1) or (head_stride != key_dim and heads > 1):
         raise KernelArgumentError("query", "has rows that are not contiguous")
     require_cache(cache)
-    if key_dim != cache.key_dim:
+    if key_dim != cache.key_dim and not (cache.values_in_keys and key_dim < cache.key_dim and key_dim % 8 == 0):
         raise KernelArgumentError("query", f"has heads of {key_dim}, the cache of {cache.key_dim}")
     table_stride = require_requests(call.query_start, call.seq_lens, call.block_tables)
     sinks = require_features(call.how, heads, cache)
     require_distance_bias(call.how, heads, query.device)
     out = query.new_empty((rows, heads, cache.value_dim))
-    structure = attention_structure(call.how, heads, cache, sinks)
+    structure = attention_structure(call.how, heads, cache, sinks, key_dim)
+    if call.selected is not None:
+        _require_selected(call, rows)
+        structure.selected, structure.selected_words = call.selected.data_ptr(), call.selected.shape[1]
     structure.query, structure.out = query.data_ptr(), out.data_ptr()
     structure.query_start, structure.seq_lens = call.query_start.data_ptr(), call.seq_lens.data_ptr()
     structure.block_tables = call.block_tables.data_ptr()
@@ -57,9 +67,12 @@ def paged_attention(call: AttentionCall, *, threads: int) -> torch.Tensor:
 
 
 def attention_structure(
-    how: AttentionFeatures, heads: int, cache: CacheView, sinks: torch.Tensor | None
+    how: AttentionFeatures, heads: int, cache: CacheView, sinks: torch.Tensor | None, key_dim: int | None = None
 ) -> KernelAttentionCall:
-    """The kernel's arguments for a layer, without those of a step. `sinks`: those that `require_features` returned."""
+    """The kernel's arguments for a layer, without those of a step. `sinks`: those that `require_features` returned.
+
+    `key_dim`: how many numbers of a key give its scores; None: all.
+    """
     bias = how.distance_bias
     return KernelAttentionCall(
         cache=cache.memory.data_ptr(),
@@ -74,7 +87,8 @@ def attention_structure(
         num_blocks=cache.num_blocks,
         heads=heads,
         kv_heads=cache.num_kv_heads,
-        key_dim=cache.key_dim,
+        key_dim=cache.key_dim if key_dim is None else key_dim,
+        key_stride=cache.key_dim,
         value_dim=cache.value_dim,
         block_size=cache.block_size,
         window=how.window or 0,
@@ -85,6 +99,59 @@ def attention_structure(
         softcap=how.softcap or 0.0,
         format=cache_format(cache),
     )
+
+
+def select_keys(call: SelectionCall, *, threads: int) -> torch.Tensor:
+    """The keys that each row attends to: int64 [rows, words]. A row's bits depend on itself and its sequence alone.
+
+    Raises KernelArgumentError for tensors that don't fit, and for more than MOST_SELECTING_HEADS heads.
+    """
+    query, cache, weights = call.query, call.cache, call.weights
+    if query.ndim != 3 or query.dtype not in row_dtypes(cache) or not query.is_cpu or not query.is_contiguous():
+        raise KernelArgumentError("query", "must be [rows, heads, d], contiguous, on the CPU, in a dtype of the cache")
+    rows, heads, width = query.shape
+    require_cache(cache)
+    if cache.num_kv_heads != 1 or not cache.values_in_keys or not 1 <= heads <= MOST_SELECTING_HEADS:
+        raise KernelArgumentError("query", f"must have 1 to {MOST_SELECTING_HEADS} heads, and the cache one")
+    if width % 8 or call.first % 8 or not 0 <= call.first <= cache.key_dim - width or width < 1:
+        raise KernelArgumentError("first", f"is {call.first}: {width} numbers from there are not in keys")
+    if weights.shape != (rows, heads) or weights.dtype != torch.float32 or not weights.is_contiguous():
+        raise KernelArgumentError("weights", f"must be float32 [{rows}, {heads}], contiguous")
+    if call.most < 1 or not math.isfinite(call.scale):
+        raise KernelArgumentError("most", f"and scale must be at least 1 and finite, are {call.most} and {call.scale}")
+    table_stride = require_requests(call.query_start, call.seq_lens, call.block_tables)
+    selected = torch.zeros(rows, call.num_words, dtype=torch.int64)
+    keys = attention_structure(AttentionFeatures(call.scale), heads, cache, None, width)
+    keys.key_offset = keys.value_offset = cache.key_offset + call.first
+    keys.value_dim = width
+    keys.query, keys.query_start, keys.seq_lens = (
+        query.data_ptr(),
+        call.query_start.data_ptr(),
+        call.seq_lens.data_ptr(),
+    )
+    keys.block_tables, keys.table_stride = call.block_tables.data_ptr(), table_stride
+    keys.rows, keys.query_stride = rows, heads * width
+    keys.num_seqs, keys.table_width = call.block_tables.shape
+    structure = KernelSelectionCall(
+        keys, weights.data_ptr(), selected.data_ptr(), weights_stride=heads, words=selected.shape[1], most=call.most
+    )
+    lib = library()
+    status = lib.select_keys(lib.isa, DTYPES[query.dtype], ctypes.byref(structure), threads)
+    if status:
+        check_status(status)
+    return selected
+
+
+def _require_selected(call: AttentionCall, rows: int) -> None:
+    """Raises KernelArgumentError for a selection that doesn't fit."""
+    selected, how = call.selected, call.how
+    assert selected is not None
+    if selected.ndim != 2 or selected.shape[0] != rows or selected.dtype != torch.int64 or not selected.is_contiguous():
+        raise KernelArgumentError("selected", f"must be int64 [{rows}, words], contiguous")
+    if call.seq_lens.numel() and int(call.seq_lens.max()) > selected.shape[1] * WORD_BITS:
+        raise KernelArgumentError("selected", f"has {selected.shape[1]} words, too few for the longest sequence")
+    if how.softcap is not None or how.sinks is not None or how.distance_bias is not None or how.scale <= 0:
+        raise KernelArgumentError("selected", "can't be given with a soft cap, sinks, biases or a scale below 0")
 
 
 def store_kv(

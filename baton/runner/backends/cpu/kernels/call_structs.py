@@ -133,15 +133,23 @@ class StoreCall(ctypes.Structure):
 
 class KernelAttentionCall(ctypes.Structure):
     _fields_ = [
-        *_fields(_POINTER, "query out cache query_start seq_lens block_tables sinks distance_bias"),
-        *_fields(_INT64, "block_stride key_offset value_offset scale_offset scales_apart values_in_keys rows"),
-        *_fields(_INT64, "query_stride out_stride num_seqs"),
+        *_fields(_POINTER, "query out cache query_start seq_lens block_tables sinks selected distance_bias"),
+        *_fields(_INT64, "block_stride key_offset value_offset scale_offset scales_apart key_stride values_in_keys"),
+        *_fields(_INT64, "rows query_stride out_stride num_seqs"),
         *_fields(
             _INT64, "table_width table_stride num_blocks heads kv_heads key_dim value_dim block_size window ahead"
         ),
-        *_fields(_INT64, "in_chunks num_distances"),
+        *_fields(_INT64, "in_chunks selected_words num_distances"),
         *_fields(_FLOAT, "scale softcap"),
         ("format", _INT),
+    ]
+
+
+class KernelSelectionCall(ctypes.Structure):
+    _fields_ = [
+        ("keys", KernelAttentionCall),
+        *_fields(_POINTER, "weights selected"),
+        *_fields(_INT64, "weights_stride words most"),
     ]
 
 
@@ -286,6 +294,7 @@ _STRUCTURES: dict[str, type[ctypes.Structure | ctypes.Union]] = {
     "rotate_call": RotateCall,
     "store_call": StoreCall,
     "attention_call": KernelAttentionCall,
+    "selection_call": KernelSelectionCall,
     "states": States,
     "convolution_call": KernelConvolutionCall,
     "recurrence_call": KernelRecurrenceCall,

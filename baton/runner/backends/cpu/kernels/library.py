@@ -49,6 +49,7 @@ class Library:
     linear_of_heads: Callable[..., int]
     quantized_linear: Callable[..., int]
     attention: Callable[..., int]
+    select_keys: Callable[..., int]
     store_kv: Callable[..., int]
     convolve: Callable[..., int]
     recur: Callable[..., int]
@@ -108,7 +109,7 @@ def library() -> Library:
     functions.baton_float8_rows.argtypes = [integer, integer, size] + [pointer] * 3 + [size] * 4 + [integer]
     functions.baton_attention.argtypes = [integer, integer, pointer, integer]
     functions.baton_store_kv.argtypes = [pointer]
-    for name in ("convolve", "recur", "gate", "gated_norm", "multiply"):
+    for name in ("select_keys", "convolve", "recur", "gate", "gated_norm", "multiply"):
         getattr(functions, f"baton_{name}").argtypes = [integer, integer, pointer, integer]
     functions.baton_take_rows.argtypes = [integer, integer, pointer, pointer, pointer, size, size, size, integer]
     norm = [integer, integer] + [pointer] * 5 + [size] * 5
@@ -135,6 +136,7 @@ def library() -> Library:
         linear_of_heads=functions.baton_linear_of_heads,
         quantized_linear=functions.baton_quantized_linear,
         attention=functions.baton_attention,
+        select_keys=functions.baton_select_keys,
         store_kv=functions.baton_store_kv,
         convolve=functions.baton_convolve,
         recur=functions.baton_recur,

@@ -305,6 +305,10 @@ TARGET static void shared_attention_bfloat16_and_release(const void *job, size_t
     shared_attention_bfloat16(job, task, scratch);
     release();
 }
+TARGET static void select_keys_bfloat16_and_release(const void *job, size_t task, void *scratch) {
+    select_keys_bfloat16(job, task, scratch);
+    release();
+}
 
 /* Linux lets a process use the tiles only after it has requested permission. */
 static int supported(void) {
@@ -318,6 +322,7 @@ static int supported(void) {
 const struct isa isa_amx_bf16 = {
     "amx_bf16", supported, {linear_float32, linear_bfloat16}, {linear_float8_float32, linear_float8_and_release},
     {attention_float32, attention_bfloat16_and_release}, {shared_attention_float32, shared_attention_bfloat16_and_release},
+    {select_keys_float32, select_keys_bfloat16_and_release},
     {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, {shrink_float32, shrink_bfloat16},
     {convolve_float32, convolve_bfloat16}, {recur_float32, recur_bfloat16}, {gate_float32, gate_bfloat16}, {multiply_float32, multiply_bfloat16}, STEP_PAIRS, BLOCK_ROWS, 512, 1,
     &quantized_avx512_vnni};

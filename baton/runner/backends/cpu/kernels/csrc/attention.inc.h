@@ -94,6 +94,38 @@ TARGET static __attribute__((noinline)) void softmax_biased_rows(const struct at
     }
 }
 
+/* softmax_row of `count` rows that see only the keys that were selected. Not inlined, as softmax_biased_rows. */
+TARGET static __attribute__((noinline)) void softmax_selected_rows(const struct attention_call *call, struct attention_state *state,
+                                                                   size_t row, size_t count, struct key_range range, int64_t tile,
+                                                                   int whole) {
+    const uint64_t in_range = (range.end < KEY_TILE ? ((uint64_t)1 << range.end) - 1 : ~(uint64_t)0) & ~(uint64_t)0 << range.start;
+    for (size_t r = 0; r < count; r++) {
+        float *scores = state->scores + r * KEY_TILE;
+        uint16_t *probabilities = whole ? state->probabilities + r * 2 * KEY_TILE : NULL;
+        const uint64_t seen = state->selected[row + r][tile / KEY_TILE] & in_range;
+        ask_ahead(state, count < 8 && !state->values_as_they_lie ? 3 : 1);
+        if (seen == 0) { /* softmax_row needs a key */
+            for (size_t i = 0; i < KEY_TILE; i += LANES) {
+                if (whole)
+                    store_probabilities(v_zero(), probabilities, i);
+                else
+                    v_store(scores + i, v_zero());
+            }
+            continue;
+        }
+        for (int64_t j = 0; j < KEY_TILE; j++)
+            if (!(seen >> j & 1)) scores[j] = -INFINITY;
+        softmax_row(call, state, scores, probabilities, row + r, range, NULL);
+    }
+}
+
+/* Whether one of a task's rows of a KV head may see a key of the tile. */
+INLINE int any_selected(const struct attention_task *task, const struct attention_state *state, size_t base, int64_t tile) {
+    for (size_t row = base; row < base + (size_t)(task->token_count * task->head_count); row++)
+        if (state->selected[row][tile / KEY_TILE] != 0) return 1;
+    return 0;
+}
+
 /* Whether one of the tokens sees the whole tile. Both bounds of what a token sees grow with its position, so one check suffices. */
 INLINE int any_sees_all(const struct attention_call *call, int64_t length, int64_t first_position, int64_t tokens, int64_t tile) {
     int64_t last = tile + KEY_TILE - 1 - call->ahead, reaches = last > first_position ? last : first_position;
@@ -121,6 +153,8 @@ INLINE void attend_rows(const enum dtype dtype, const struct attention_call *cal
     int whole = dtype == DTYPE_BFLOAT16 && sees_all(range);
     if (call->distance_bias != NULL)
         softmax_biased_rows(call, state, row, count, range, tile, whole);
+    else if (call->selected != NULL)
+        softmax_selected_rows(call, state, row, count, range, tile, whole);
     else
         for (size_t r = 0; r < count; r++) {
             ask_ahead(state, count < 8 && !state->values_as_they_lie ? 3 : 1);
@@ -147,6 +181,7 @@ INLINE void attend_tile(const enum dtype dtype, const struct attention_call *cal
     const size_t heads = (size_t)task->head_count;
     const size_t base = (size_t)kv * heads; /* a task with several KV heads has one token */
     const int64_t length = call->seq_lens[task->seq];
+    if (call->selected != NULL && !any_selected(task, state, base, tile)) return;
     struct key_range first = visible_keys(call, length, first_position, tile);
     struct key_range last = visible_keys(call, length, first_position + task->token_count - 1, tile);
     int pairs = dtype == DTYPE_BFLOAT16 && any_sees_all(call, length, first_position, task->token_count, tile);
@@ -183,6 +218,9 @@ INLINE size_t prepare_queries(const enum dtype dtype, const struct attention_cal
     const int64_t first_row = call->query_start[task->seq] + task->token_start;
     const size_t before = row;
     if (call->distance_bias != NULL) find_biased_rows(call, task, state, row);
+    for (int64_t i = 0; call->selected != NULL && i < task->token_count * task->head_count * task->kv_count; i++)
+        state->selected[row + (size_t)i] =
+            call->selected + (first_row + i / (task->head_count * task->kv_count)) * call->selected_words;
     for (int64_t token = 0; token < task->token_count; token++)
         for (int64_t head = 0; head < task->head_count * task->kv_count; head++, row++) {
             size_t from = (size_t)((first_row + token) * call->query_stride) + (size_t)(task->head_start + head) * dim;
@@ -329,3 +367,5 @@ TARGET static void shared_attention_float32(const void *job, size_t task, void *
 TARGET static void shared_attention_bfloat16(const void *job, size_t task, void *scratch) {
     attend_shared(DTYPE_BFLOAT16, job, task, scratch);
 }
+
+#include "selection.inc.h"

@@ -36,6 +36,7 @@ struct attention_state {
     int few;                  /* whether all rows are of one token: then keys are not transposed into panels */
     int values_as_they_lie;   /* whether the values of a whole tile are not copied into pairs either */
     struct biased_row biased[ATTENTION_ROWS]; /* of each row, only with distance_bias */
+    const uint64_t *selected[ATTENTION_ROWS]; /* of each row, only with call->selected: the keys that it may see */
 };
 
 /* The keys of a tile, relative to its start, that a query token sees. */
@@ -75,7 +76,7 @@ INLINE int64_t cache_element_size(const enum dtype dtype, const struct attention
  * first addresses of each panel may always be prefetched. Prefetches the scales of a cache in 8 bits. */
 INLINE void find_rows(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
                       struct tile_rows *rows, int64_t kv_head, int64_t first_position, int64_t tile) {
-    const int64_t size = cache_element_size(dtype, call), key_bytes = call->key_dim * size;
+    const int64_t size = cache_element_size(dtype, call), key_bytes = call->key_stride * size;
     const int64_t value_bytes = call->values_in_keys ? key_bytes : call->value_dim * size;
     const int32_t *table = call->block_tables + (int64_t)task->seq * call->table_stride;
     const int64_t length = call->seq_lens[task->seq];

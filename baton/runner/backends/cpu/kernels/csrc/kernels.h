@@ -24,7 +24,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { LANES = 16, GROUP_PANELS = 4, GROUP_COLUMNS = LANES * GROUP_PANELS, BF16_K_MULTIPLE = 32, KEY_TILE = 64, MAX_HEAD_DIM = 576 };
+enum { LANES = 16, GROUP_PANELS = 4, GROUP_COLUMNS = LANES * GROUP_PANELS, BF16_K_MULTIPLE = 32, KEY_TILE = 64, MAX_HEAD_DIM = 704 };
 enum dtype { DTYPE_FLOAT32 = 0, DTYPE_BFLOAT16 = 1 };
 /* product.py has the same numbers. */
 enum activation { NOT_GATED = 0, GATE_SILU = 1, GATE_GELU_TANH = 2, GATE_GELU = 3 };
@@ -202,18 +202,29 @@ struct attention_call {
     const void *cache;
     const int32_t *query_start, *seq_lens, *block_tables;
     const float *sinks; /* [heads] or NULL */
+    const uint64_t *selected; /* [rows, selected_words], or NULL: bit j of word w of a row is set if it sees the key at 64 w + j, too */
     const float *distance_bias; /* [heads, num_distances], or NULL: added to scaled scores, see Operations.paged_attention */
     int64_t block_stride, key_offset, value_offset, scale_offset; /* in elements of the cache; scale_offset only with 8 bits */
     int64_t scales_apart; /* with 8 bits: how many scales the scale of a value is behind that of its key */
+    int64_t key_stride; /* elements from key to key, of which a query takes the first key_dim */
     int64_t values_in_keys; /* 1: a value is the first value_dim numbers of its key, and value_offset is that of the keys */
     int64_t rows, query_stride, out_stride, num_seqs, table_width, table_stride, num_blocks;
     int64_t heads, kv_heads, key_dim, value_dim, block_size;
     int64_t window;  /* the most keys that a query attends to up to its own; 0: all */
     int64_t ahead;   /* how many keys behind its own it attends to, as far as its request has them; 0: causal attention */
     int64_t in_chunks; /* 1: of the window only keys of the query's own chunk, of those of `window` tokens each from 0 on */
+    int64_t selected_words; /* selected is only without distance_bias, sinks and softcap */
     int64_t num_distances; /* at least 1 with distance_bias, which is only without ahead and softcap */
     float scale, softcap; /* softcap 0: none */
     int format;           /* enum cache_format */
+};
+
+/* Selects, for each row, the keys with the largest scores: sums over heads of weight * max(0, scale * query * key). */
+struct selection_call {
+    struct attention_call keys; /* of whose fields those of values and of outputs mean nothing */
+    const float *weights;       /* [rows, heads] */
+    uint64_t *selected;         /* [rows, words], zeros at first; the bits as those of attention_call.selected */
+    int64_t weights_stride, words, most; /* most: how many keys a row may have */
 };
 
 /* The position of the first key that a query attends to. It grows with the query's position. */
@@ -336,6 +347,13 @@ struct attention_job {
     struct sharing *sharing; /* NULL: no request shares tiles with another */
 };
 
+/* The tasks of a selection: some query tokens of one request each. */
+struct selection_job {
+    const struct selection_call *call;
+    struct attention_task *tasks;
+    size_t count, scratch_bytes; /* of attention; behind it are the sums [tokens of a task][words * KEY_TILE] */
+};
+
 struct quantized_kernels;
 
 /* With at most this many rows, reading the weights from memory takes longer than computing the products. */
@@ -354,6 +372,7 @@ struct isa {
     task_function linear_float8[2]; /* with weights in float8 */
     task_function attention[2];
     task_function shared_attention[2];
+    task_function select_keys[2];
     task_function rms_norm[2];
     task_function rotate[2];
     task_function shrink[2];

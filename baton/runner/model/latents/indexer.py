@@ -1,0 +1,85 @@
+"""What selects the keys of an attention to latents (the indexer of DeepSeek-V3.2, arXiv 2512.02556, section 2.1).
+
+A token has a key for its selection, too, which lies behind its latent in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts
+from baton.runner.backends.operations import Operations
+from baton.runner.model.attention import KeyScores
+from baton.runner.model.fused_layers import AnyNorm
+from baton.runner.model.stored.layers import StoredLinear, weight_of
+
+
+class Indexer(nn.Module, HasProducts):
+    """The products, the norm and the rotation of the queries and keys by which keys are selected."""
+
+    def __init__(self, operations: Operations, given: Any) -> None:
+        """`given`: transformers' module of the same name, of which `is_known` was found true."""
+        super().__init__()
+        self._operations = operations
+        self.width: int = given.wk.out_features
+        """D: the numbers of a key."""
+        self.most: int = given.index_topk
+        self.in_pairs = False
+        """Whether each two neighbours are rotated together."""
+        self._num_heads: int = given.n_heads
+        self._rotated: int = given.qk_rope_head_dim
+        self._scale: float = given.softmax_scale
+        self._norm: AnyNorm = given.k_norm
+        self._queries, self._keys, self._weights = (
+            AdaptableProduct(
+                operations, operations.pack(weight_of(part)), part.in_features, [(name, part.out_features)]
+            )
+            for name, part in ((name, getattr(given, name)) for name in ("wq_b", "wk", "weights_proj"))
+        )
+        weights = given.weights_proj
+        self._weights_dtype = weights.dtype if isinstance(weights, StoredLinear) else weights.weight.dtype
+
+    @staticmethod
+    def is_known(given: Any) -> bool:
+        """Whether a module has the parts of an indexer; what it computes is compared later."""
+        layers = (getattr(given, name, None) for name in ("wq_b", "wk", "weights_proj"))
+        numbers = (getattr(given, name, None) for name in ("index_topk", "n_heads", "qk_rope_head_dim"))
+        return (
+            all(isinstance(part, nn.Linear) and part.bias is None for part in layers)
+            and all(isinstance(number, int) for number in numbers)
+            and isinstance(getattr(given, "k_norm", None), AnyNorm)
+        )
+
+    @property
+    def products(self) -> Sequence[AdaptableProduct]:
+        return self._queries, self._keys, self._weights
+
+    def keys(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """The keys [T, D] of rows x [T, K]."""
+        keys = self._norm.rows(self._keys.linear(x)).unsqueeze(1)
+        return self._turned(keys, cos, sin)[:, 0]
+
+    def scores(
+        self, x: torch.Tensor, narrow: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, first: int
+    ) -> KeyScores:
+        """What selects keys for rows x [T, K], whose queries are made of `narrow`. `first`: where keys have theirs."""
+        queries = self._queries.linear(narrow).view(x.shape[0], self._num_heads, self.width)
+        weights = self._weights.linear(x.to(self._weights_dtype)).float() * self._num_heads**-0.5
+        return KeyScores(self._turned(queries, cos, sin), weights, first, self._scale, self.most)
+
+    def _turned(self, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        rows = rows.contiguous()
+        self._operations.rotate(rows, cos, sin, in_pairs=self.in_pairs)
+        return rows
+
+
+class Selections:
+    """The keys that the layers of a model have selected in a step; some layers take those of the one before them."""
+
+    def __init__(self) -> None:
+        self.latest: torch.Tensor | None = None
+        """int64 [T, W] of all rows of the step."""

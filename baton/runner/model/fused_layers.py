@@ -186,6 +186,10 @@ AngleLayout = Literal["halves", "half", "pairs"]
 are equal."""
 
 
+Angles = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
+"""What a rotary module gives: cosines and sines, or complex numbers that have both."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rotation:
     """What an attention layer does with queries and keys between their product and the attention."""
@@ -263,7 +267,7 @@ class CalledAsAttention(nn.Module, ABC):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        position_embeddings: Angles | None = None,
         attention_mask: object = None,
         *_: Any,
         **__: Any,
@@ -273,7 +277,7 @@ class CalledAsAttention(nn.Module, ABC):
         if position_embeddings is None:  # a layer without rotation among others that have one
             cos = sin = x.new_empty(x.shape[0], 0)
         else:
-            cos, sin = (self.rotation.arranged(angles[0]) for angles in position_embeddings)
+            cos, sin = (self.rotation.arranged(angles[0]) for angles in cos_and_sin(position_embeddings))
         return self.rows(x, cos, sin).unsqueeze(0), None
 
 
@@ -453,6 +457,11 @@ class FusedAttention(CalledAsAttention, HasProducts):
         if self.rotation.kind == "none" or cos.width == 0:
             return
         program.rotate(x, self._head_dim, cos, sin, in_pairs=self.rotation.kind == "pairs")
+
+
+def cos_and_sin(angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cosines and sines of what a rotary module gives."""
+    return (angles.real, angles.imag) if isinstance(angles, torch.Tensor) else angles
 
 
 def whole_angles(angles: torch.Tensor, layout: AngleLayout) -> torch.Tensor:

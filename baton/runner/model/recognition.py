@@ -22,6 +22,7 @@ from baton.runner.backends.torch_operations import activate, rms_norm, rotate
 from baton.runner.model.attention import EchoAttention, heads_in
 from baton.runner.model.fused_layers import (
     AngleLayout,
+    Angles,
     AnyNorm,
     AttentionWeights,
     FusedAttention,
@@ -273,7 +274,7 @@ def _fused_attention(
         angles = random_angles(width, layout, generator)
         cos, sin = (part.to(x.device, angle_dtype) for part in (angles.cos(), angles.sin()))
         try:
-            echo, _ = echoed(child, x, cos, sin)
+            echo, _ = echoed(child, x, (cos, sin))
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
             # It takes angles of another width, or other arguments.
             why = why if is_called else f"called with {width} angles it raised {type(error).__name__}: {error}"
@@ -334,15 +335,13 @@ def random_angles(
     return angles if layout == "half" else torch.cat((angles, angles), dim=-1)
 
 
-def echoed(
-    child: nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[EchoAttention, torch.Tensor]:
+def echoed(child: nn.Module, x: torch.Tensor, given: Angles) -> tuple[EchoAttention, torch.Tensor]:
     """What a module passes to attention for the rows x [1, T, K], and what it computes of the echo."""
     echo = EchoAttention()
     object.__setattr__(child, "baton_attend", echo)
     # Layers without any rotation hand on to attention what they don't know.
     takes_angles = "position_embeddings" in inspect.signature(type(child).forward).parameters
-    angles = {"position_embeddings": (cos, sin)} if takes_angles else {}
+    angles = {"position_embeddings": given} if takes_angles else {}
     return echo, child(hidden_states=x, attention_mask=None, **angles)[0]
 
 
@@ -423,7 +422,7 @@ def _same_attention(
     child: nn.Module, fused: FusedAttention, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> bool:
     """Whether both pass the same rows to attention and compute the same from its result."""
-    theirs, expected = echoed(child, x, cos, sin)
+    theirs, expected = echoed(child, x, (cos, sin))
     ours = EchoAttention()
     object.__setattr__(fused, "baton_attend", ours)
     out = fused.rows(x[0], fused.rotation.arranged(cos[0]), fused.rotation.arranged(sin[0]))

@@ -66,11 +66,13 @@ def _fused(
     first = parts.latent[1]
     x = like_input(first, torch.randn(1, NUM_ROWS, first.in_features, dtype=torch.float32, generator=generator))
     fused: FusedLatentAttention | None = None
-    for width, layout in product(widths or [0], LAYOUTS):
+    for width, layout, is_complex in product(widths or [0], LAYOUTS, (False, True)):
+        if is_complex and layout != "half":
+            continue
         angles = random_angles(width, layout, generator)
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        cos, sin = (part if is_complex else part.to(x.dtype) for part in (angles.cos(), angles.sin()))
         try:
-            theirs, expected = echoed(child, x, cos, sin)
+            theirs, expected = echoed(child, x, torch.complex(cos, sin) if is_complex else (cos, sin))
         except (RuntimeError, TypeError, ValueError, AttributeError):
             continue  # it takes angles of another width, or other arguments
         if theirs.how is None or len(theirs.seen) > 1:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from baton.runner.backends.cpu.kernels.buffers import Rows
-from baton.runner.model.fused_layers import AngleLayout, whole_angles
+from baton.runner.model.fused_layers import AngleLayout, Angles, cos_and_sin, whole_angles
 from baton.runner.model.long_angles import LongAngles
 
 _PIECE = 1024
@@ -85,16 +85,16 @@ class RotaryTable:
                 self._pieces.append(self._stacked(rotary(self._like, at, **self._arguments)))
         self._table = torch.cat(self._pieces, dim=1)
 
-    def _stacked(self, angles: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _stacked(self, angles: Angles) -> torch.Tensor:
         """Cosines and sines [2, T, R] of what a rotary module gives for positions [1, T]."""
-        return torch.stack([whole_angles(part[0], self._layout) for part in angles])
+        return torch.stack([whole_angles(part[0], self._layout) for part in cos_and_sin(angles)])
 
     def _find_axes(self) -> torch.Tensor:
         """Find out which angles change with which of a position's three numbers."""
         at = torch.zeros(3, 1, 3, dtype=torch.int64, device=self._like.device)
         at[range(3), 0, range(3)] = 1
         given = self._rotary(self._like, at, **self._arguments)
-        _, sin = (whole_angles(angles[0], self._layout) for angles in given)
+        _, sin = (whole_angles(angles[0], self._layout) for angles in cos_and_sin(given))
         # The sine of an angle is 0 in the rows whose position is 0 in the dimension that it follows.
         axes: torch.Tensor = (sin != 0).to(torch.int64).argmax(dim=0)
         return axes

@@ -75,7 +75,7 @@ class _Rotation(NamedTuple):
     rotary: nn.Module
     arguments: Mapping[str, Any]
     """What it was told besides rows and positions."""
-    given: tuple[Any, ...]
+    given: Any
 
 
 class LoopTrace:
@@ -137,6 +137,7 @@ class LoopTrace:
             raise NotAPlainDecoder(f"{type(module).__name__} has no head")
         base = next(part for part in module.modules() if any(child is layers for child in part.children()))
         own = [layer for layer in layers if not isinstance(layer, OtherLayer)]
+        self._numbers = sorted({*self._numbers, *(number for layer in own for number in _factors_of(layer))})
         received = next((layer for layer in layers if isinstance(layer, ReceivedRows)), None)
         with ExitStack() as hooks:
 
@@ -233,15 +234,19 @@ class LoopTrace:
     def _computes_rows_alone(self, part: nn.Module, given: torch.Tensor, gives: torch.Tensor) -> bool:
         """Whether a part gives the same rows if it is given them in another order. A row's tokens may be anyone's."""
         self._is_asking = True
-        other = _rows_of(part(given.flip(-2)))
-        self._is_asking = False
+        try:
+            other = _rows_of(part(given.flip(-2)))
+        except (RuntimeError, TypeError, ValueError, IndexError, KeyError):
+            return False  # what it computes of these rows is decided by more than them
+        finally:
+            self._is_asking = False
         return other is not None and _equal(other.flip(-2), gives)
 
     def _kind_of_angles(self, name: str, part: nn.Module, args: Any, kwargs: Any) -> int | None:
-        pairs = [value for value in (*args, *kwargs.values()) if isinstance(value, tuple) and len(value) == 2]
-        if not pairs:
+        told = next((value for value in (*args, *kwargs.values()) if _are_angles(value)), None)
+        if told is None:
             return None
-        found = next((rotation for rotation in self._rotations if rotation.given[0] is pairs[0][0]), None)
+        found = next((rotation for rotation in self._rotations if _are_same(rotation.given, told)), None)
         if found is None:
             raise NotAPlainDecoder(f"{name} takes angles of no rotary module")
         layout = part.rotation.layout if isinstance(part, CalledAsAttention) else "halves"
@@ -321,6 +326,15 @@ def _numbers_of(config: Any) -> list[float]:
     return sorted(number for number in numbers if math.isfinite(number) and number not in (0.0, 1.0))
 
 
+def _factors_of(layer: nn.Module) -> list[float]:
+    """The numbers that a layer has made of its configuration and may have as factors."""
+    return [
+        value
+        for name, value in vars(layer).items()
+        if isinstance(value, float) and not name.startswith("_") and math.isfinite(value) and value not in (0.0, 1.0)
+    ]
+
+
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
 
@@ -328,6 +342,15 @@ def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
 def _rows_of(out: Any) -> torch.Tensor | None:
     rows = out[0] if isinstance(out, tuple) and out else out
     return rows if isinstance(rows, torch.Tensor) else None
+
+
+def _are_angles(value: object) -> bool:
+    return (isinstance(value, tuple) and len(value) == 2) or (isinstance(value, torch.Tensor) and value.is_complex())
+
+
+def _are_same(given: Any, told: Any) -> bool:
+    """Whether angles are those that a rotary module has given."""
+    return given is told if isinstance(told, torch.Tensor) else given[0] is told[0]
 
 
 def _flat(rows: torch.Tensor) -> torch.Tensor:

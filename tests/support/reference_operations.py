@@ -50,6 +50,7 @@ class PackedStack:
 
 
 packs_quantized = True
+heads_are_independent = False
 ranks = ONE_RANK
 
 

@@ -136,6 +136,8 @@ class AdaptableProduct(_Adaptable):
             self.modules.append(ModuleOutputs(name, first, num_outputs, tuple(own)))
             first = stop
         self._row_dtypes: set[torch.dtype] = set()
+        self.other_shapes: set[tuple[int, int]] = set()
+        """Outputs and inputs of the products that are computed in its place, if it is none itself."""
 
     @property
     def row_dtype(self) -> torch.dtype | None:

@@ -109,7 +109,8 @@ class ModelAdapters:
     def shapes(self) -> set[tuple[int, int]]:
         """Numbers of outputs and inputs of all products that adapters may change, the embedding's apart."""
         names = [(place.outputs.num_outputs, place.product.num_inputs) for place in self._places.modules.values()]
-        return {*names, *((experts.num_outputs, experts.num_inputs) for experts in self._places.experts)}
+        others = (shape for product in self._places.products for shape in product.other_shapes)
+        return {*names, *others, *((experts.num_outputs, experts.num_inputs) for experts in self._places.experts)}
 
     def begin(self, slots: npt.NDArray[np.int32] | None) -> None:
         """Begin a step of rows with these slots [T]; None: no row has an adapter."""

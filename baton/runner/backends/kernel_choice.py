@@ -27,6 +27,7 @@ class CompiledOperations:
     """The C kernels, run on a fixed number of threads."""
 
     packs_quantized = True
+    heads_are_independent = True
 
     def __init__(self, num_threads: int, numerics: str) -> None:
         self.num_threads = num_threads

@@ -2,8 +2,8 @@
 
 The rule is that of DeepSeek-V3.2's indexer (arXiv 2512.02556, section 2.1): the score of a row and a key is the sum
 over heads of weight * max(0, scale * query * key), and a row attends to the keys with the largest scores. Of equal
-scores the earlier key counts more, so that a selection depends on nothing but the row and its sequence. It is bits, 64
-in a word: bit j of word w of a row stands for the key at position 64 w + j.
+scores the earlier key counts more, and NaN less than all, so that a selection depends on nothing but the row and its
+sequence. It is bits, 64 in a word: bit j of word w of a row stands for the key at position 64 w + j.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def select_by_torch(call: SelectionCall) -> torch.Tensor:
         for row in range(first, last):
             stop = length - (last - 1 - row)
             scores = torch.relu(call.query[row].float() @ keys[:stop].T.contiguous() * call.scale)
-            sums = call.weights[row] @ scores
+            sums = (call.weights[row] @ scores).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
             order = torch.sort(sums, descending=True, stable=True).indices
             out[row] = words_of(order[: call.most], call.num_words)
     return out

@@ -33,6 +33,11 @@ class Operations(Protocol):
         ...
 
     @property
+    def heads_are_independent(self) -> bool:
+        """Whether a head's attention has the same bits however many heads of the same key are in a call."""
+        ...
+
+    @property
     def ranks(self) -> Ranks:
         """The ranks that compute the model together; ONE_RANK where one process computes it alone."""
         ...

@@ -137,6 +137,7 @@ class ShardedOperations:
     """One rank's operations on the C kernels; all ranks call the same ones in the same order."""
 
     packs_quantized = True
+    heads_are_independent = True
 
     def __init__(self, inner: CompiledOperations, ranks: HostRanks) -> None:
         self._inner = inner

@@ -110,6 +110,7 @@ class TorchOperations:
     """torch's products in calls of `rows_per_call` rows. It may be set only before anything is computed."""
 
     packs_quantized = True
+    heads_are_independent = False
     ranks = ONE_RANK
 
     def __init__(self, num_threads: int) -> None:
@@ -178,7 +179,7 @@ class TorchOperations:
         return self._adapted(x, out, adapters)
 
     def pack_heads(self, weights: Sequence[torch.Tensor]) -> Sequence[TorchWeight]:
-        return [TorchWeight(weight.detach().contiguous()) for weight in weights]
+        return [TorchWeight(weight.detach().clone()) for weight in weights]
 
     def linear_of_heads(self, x: torch.Tensor, weights: Sequence[TorchWeight], out: torch.Tensor) -> None:
         for head, weight in enumerate(weights):

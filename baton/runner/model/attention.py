@@ -98,7 +98,7 @@ class Attend(Protocol):
 
 
 class AttendsToLatents(Protocol):
-    """What attends in the place of an attention whose heads share a latent in place of keys and values (latents.py)."""
+    """What attends in the place of an attention whose heads share latents in place of keys and values."""
 
     def attend(
         self,
@@ -297,7 +297,7 @@ class ProbeAttention:
         stores: bool = True,
         selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if layer in self.layers:
+        if layer in self.layers and stores:
             raise UnsupportedAttention(
                 f"its layer {layer} computes attention twice in a step, and the cache has room for one key and value "
                 "of each token"
@@ -443,6 +443,8 @@ def _forward(
     attend: Attend = module.baton_attend
     rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     latents: AttendsToLatents | None = getattr(module, "baton_latents", None)
+    if latents is not None and s_aux is not None:
+        raise UnsupportedAttention(f"its layer {module.layer_idx} has latents and attention sinks")
     if latents is None:
         out = attend.attend(module.layer_idx, *rows, how)
     else:

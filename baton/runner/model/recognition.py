@@ -94,7 +94,7 @@ def fuse(module: nn.Module, operations: Operations, row_quantum: int, release: R
                     or _state_mixer(child, operations, generator)
                     or _fused_attention(child, operations, generator, row_quantum, widths, angle_dtypes)
                 )
-            except NotRecognised as reason:
+            except _NotRecognised as reason:
                 why_not = f"{type(child).__name__}: {reason}"
                 forget_weights(child)
                 continue
@@ -114,7 +114,7 @@ def gated_activation(apply_gate: Callable[[torch.Tensor], torch.Tensor]) -> Acti
     return next((name for name in _ACTIVATIONS if torch.allclose(out, activate(gate, name) * up, atol=1e-5)), None)
 
 
-class NotRecognised(Exception):
+class _NotRecognised(Exception):
     """A module looks like attention, but FusedAttention does not compute the same; the message says what differs."""
 
 
@@ -258,16 +258,16 @@ def _fused_attention(
     widths: list[int],
     angle_dtypes: set[torch.dtype],
 ) -> FusedAttention | None:
-    """None for a module that is not attention; raises NotRecognised if FusedAttention does not compute the same."""
+    """None for a module that is not attention; raises _NotRecognised if FusedAttention does not compute the same."""
     weights = None if getattr(child, "layer_idx", None) is None else _attention_weights(child)
     if weights is None:
         return None
     first = next(iter(weights.projections.values()))
     x = like_input(first, torch.randn(1, NUM_ROWS, first.in_features, dtype=torch.float32, generator=generator))
     if strange := angle_dtypes - {x.dtype, torch.float32}:
-        raise NotRecognised(f"its rotary angles are {strange.pop()}, and its rows {x.dtype}")
+        raise _NotRecognised(f"its rotary angles are {strange.pop()}, and its rows {x.dtype}")
     if len(angle_dtypes) > 1:
-        raise NotRecognised("its rotary angles have several dtypes")
+        raise _NotRecognised("its rotary angles have several dtypes")
     why, is_called = "it takes no rotary angles", False
     angle_dtype = next(iter(angle_dtypes), x.dtype)
     for width, layout in product(widths or [0], LAYOUTS):
@@ -283,12 +283,12 @@ def _fused_attention(
             why = "it does not call attention through transformers' AttentionInterface"
             continue
         if len(echo.seen) > 1:
-            raise NotRecognised(f"it calls attention {len(echo.seen)} times")
+            raise _NotRecognised(f"it calls attention {len(echo.seen)} times")
         is_called = True
         query, key, value = echo.seen[0]
         heads = (query.shape[1], key.shape[1], key.shape[2])
         if value.shape != key.shape or query.shape[2] != key.shape[2]:
-            raise NotRecognised("keys and values have different shapes")
+            raise _NotRecognised("keys and values have different shapes")
         norms = _head_norms(child, heads)
         rotation = _rotation(weights, norms, x[0], cos[0], sin[0], layout, echo.seen[0])
         why = "no known kind of rotation gives the same result"
@@ -299,18 +299,18 @@ def _fused_attention(
             if _same_attention(child, fused, x, cos, sin):
                 return fused
         why = "its result is changed before the last product"
-    raise NotRecognised(why)
+    raise _NotRecognised(why)
 
 
 def _attention_weights(child: Any) -> AttentionWeights | None:
-    """None for a module that is not attention; raises NotRecognised for one that takes no angles."""
+    """None for a module that is not attention; raises _NotRecognised for one that takes no angles."""
     out = _linears(child, _OUT_NAMES)
     projections = _linears(child, _PROJECTION_NAMES)
     if out is None or projections is None:
         return None
     taken = inspect.signature(type(child).forward).parameters
     if _TAKEN_BY_OTHERS & taken.keys():
-        raise NotRecognised("it takes other arguments than rows and rotary angles")
+        raise _NotRecognised("it takes other arguments than rows and rotary angles")
     gate = next(iter((_linears(child, _GATE_NAMES) or {}).items()), None)
     return AttentionWeights(projections, next(iter(out.items())), gate)
 
@@ -346,17 +346,17 @@ def echoed(child: nn.Module, x: torch.Tensor, given: Angles) -> tuple[EchoAttent
 
 
 def _head_norms(child: Any, heads: tuple[int, int, int]) -> tuple[AnyNorm | None, AnyNorm | None]:
-    """The norms of queries and keys, of each head or of all together. Raises NotRecognised for others."""
+    """The norms of queries and keys, of each head or of all together. Raises _NotRecognised for others."""
     num_heads, num_kv_heads, dim = heads
     for names in _HEAD_NORM_NAMES:
         query, key = (getattr(child, name, None) for name in names)
         if query is None and key is None:
             continue
         if not isinstance(query, AnyNorm) or not isinstance(key, AnyNorm):
-            raise NotRecognised("its queries and keys have norms of another kind")
+            raise _NotRecognised("its queries and keys have norms of another kind")
         sizes = (query.width, key.width)
         if sizes not in ((dim, dim), (num_heads * dim, num_kv_heads * dim)):
-            raise NotRecognised(f"the norms of its queries and keys are {sizes[0]} and {sizes[1]} wide")
+            raise _NotRecognised(f"the norms of its queries and keys are {sizes[0]} and {sizes[1]} wide")
         return query, key
     return None, None
 

@@ -43,7 +43,7 @@ from baton.runner.model.decoder import (
     ModelOutput,
     given_to,
 )
-from baton.runner.model.latents.recognition import attend_to_latents
+from baton.runner.model.latents.recognition import attend_to_latents, refuse_selections
 from baton.runner.model.layers import ProductWatch, RowMatrices, head_of, replace_products
 from baton.runner.model.long_angles import LongAngles, replace_rotary
 from baton.runner.model.loop.trace import LoopTrace, NotAPlainDecoder
@@ -113,8 +113,10 @@ class Transformer(CachedModel):
         mapped = MappedFiles(model.checkpoint.weight_files)
         with failing_as_unusable(AttributeError, TypeError, KeyError):
             self._why_not_recognised = fuse(model.module, operations, self.row_quantum, mapped.release)
-        if self.device.type == "cpu":  # GPUs keep keys and values of all heads so far
-            attend_to_latents(model.module, operations, mapped.release)
+            if self.device.type == "cpu":  # GPUs keep keys and values of all heads so far
+                attend_to_latents(model.module, operations, mapped.release)
+            else:
+                refuse_selections(model.module)
         replace_products(model.module, operations, self.row_quantum, mapped.release)
         keep_states_in_cache(model.module)
         self.adapters = ModelAdapters(

@@ -191,6 +191,26 @@ def test_a_selection_of_all_keys_changes_no_bit(
     assert torch.equal(kernels.paged_attention(call, threads=threads), paged.attend())
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_keys_in_small_blocks_are_found_in_any_order(isa: str) -> None:
+    """The last of 16 keys lies where it would if all were side by side, and those between do not."""
+    kernels.use_isa(isa)
+    blocks, size, width = 8, 4, 64
+    rows = randn(16, 1, width, seed=1, dtype=torch.bfloat16)
+    query = randn(1, 4, width, seed=2, dtype=torch.bfloat16)
+    found = []
+    for order in ([0, 7, 5, 3], [0, 1, 2, 3]):
+        memory = torch.zeros(blocks * size * width, dtype=torch.bfloat16)
+        cache = CacheView(memory, blocks, size * width, 0, 0, 1, size, width, 32, values_in_keys=True)
+        tables = torch.tensor([order], dtype=torch.int32)
+        position = torch.arange(16)
+        kernels.store_kv(rows, None, cache, tables[0, position // size].long() * size + position % size)
+        starts, lengths = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([16], dtype=torch.int32)
+        call = AttentionCall(query, cache, starts, lengths, tables, AttentionFeatures(0.3))
+        found.append(kernels.paged_attention(call, threads=1))
+    assert torch.equal(found[0], found[1])
+
+
 @pytest.mark.parametrize(
     ("selected", "how"),
     [

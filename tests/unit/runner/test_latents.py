@@ -14,9 +14,11 @@ from baton.engine.runner import KVLayout, LayerGeometry
 from baton.errors import ConfigError
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.blocks.sub_blocks import Division, sub_block_rows
+from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.latents import heads
 from baton.runner.model.latents.heads import take_heads
 from baton.runner.model.latents.indexer import Indexer
+from baton.runner.model.latents.recognition import refuse_selections
 from tests.doubles.fake_stages import FakeStages
 from tests.support.listed_types import LISTED_TYPES
 from tests.support.load_with import load_tiny, load_with
@@ -35,14 +37,20 @@ def test_the_cache_has_one_latent_a_token_whatever_the_number_of_heads(tmp_path:
     assert runner.layout.geometry == f"3*1x({layer.key_dim}>{layer.value_dim})"
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32"])
+@pytest.mark.parametrize("by_torch", [False, True])
 def test_heads_have_the_same_bits_however_many_are_computed_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, by_torch: bool
 ) -> None:
-    runner = load_tiny(tmp_path, "deepseek_v3", dtype="bfloat16")
-    together = logits(runner)
+    """While the model is loaded, too. Where bits would depend on it, all heads are computed together."""
+    write_varied_model(tmp_path, LISTED_TYPES[name], seed=1)
+    how: dict[str, Any] = {"dtype": "bfloat16", "num_blocks": 64}
+    if by_torch:
+        how["operations"] = TorchOperations(1)
+    together = logits(load_with(tmp_path, **how))
     monkeypatch.setattr(heads, "_ROWS_AT_A_TIME", 1)
     monkeypatch.setattr(heads, "_FEWEST_HEADS", 3)
-    assert np.array_equal(logits(runner), together)
+    assert np.array_equal(logits(load_with(tmp_path, **how)), together)
 
 
 @pytest.mark.parametrize("narrow", ["int8", "fp8"])
@@ -76,6 +84,15 @@ def test_an_indexer_that_computes_something_else_is_not_served(tmp_path: Path, m
     monkeypatch.setattr(Indexer, "_turned", lambda _self, rows, _cos, _sin: rows)
     with pytest.raises(ConfigError, match="selects keys in another way"):
         load_with(tmp_path, dtype="float32", num_blocks=64)
+
+
+def test_a_gpu_does_not_select_keys() -> None:
+    module = nn.Module()
+    module.attention = nn.Module()
+    refuse_selections(module)
+    module.attention.indexer = nn.Linear(1, 1)
+    with pytest.raises(UnsupportedAttention, match="on CPUs alone"):
+        refuse_selections(module)
 
 
 @pytest.mark.parametrize(("dtype", "scales"), [("float32", 0), ("int8", 1)])

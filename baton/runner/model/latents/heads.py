@@ -105,13 +105,16 @@ class LatentHeads(nn.Module, HasProducts):
     ) -> torch.Tensor:
         """The outputs of this rank's heads [T, h, VD], from queries of their keys [T, h, N + R] and latents as keys.
 
-        Some heads are computed at a time: queries of latents are several times as wide as the model's rows. `selected`:
+        Some heads are computed at a time where their bits allow it: queries of latents are several times as wide as the
+        model's rows, and memory that was used before is faster than new memory. `selected`:
         the keys that each row attends to; None: all that it sees. `are_stored`: whether the cache has the latents.
         """
         num_rows, num_heads = query.shape[:2]
         value = latent[..., : self.shape.latent]
         out = query.new_empty(num_rows, num_heads, self.shape.value)
         together = max(_FEWEST_HEADS, _ROWS_AT_A_TIME // max(1, num_rows))
+        if not self._operations.heads_are_independent:
+            together = num_heads
         for first in range(0, num_heads, together):
             heads = slice(first, min(first + together, num_heads))
             of_latents = self._queries(query[:, heads], heads)
@@ -156,6 +159,7 @@ class _LatentProduct(AdaptableProduct):
         self.shape = shape
         self._of_queries = of_queries
         self._of_outputs = of_outputs
+        self.other_shapes = {(shape.latent, shape.plain), (shape.value, shape.latent)}
 
     def adapters_of(self, x: torch.Tensor) -> RowAdapters | None:
         """The adapters of rows [T, ...]; None if none changes this product."""

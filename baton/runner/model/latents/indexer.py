@@ -31,7 +31,6 @@ class Indexer(nn.Module, HasProducts):
         self.in_pairs = False
         """Whether each two neighbours are rotated together."""
         self._num_heads: int = given.n_heads
-        self._rotated: int = given.qk_rope_head_dim
         self._scale: float = given.softmax_scale
         self._norm: AnyNorm = given.k_norm
         self._queries, self._keys, self._weights = (
@@ -48,10 +47,14 @@ class Indexer(nn.Module, HasProducts):
         """Whether a module has the parts of an indexer; what it computes is compared later."""
         layers = (getattr(given, name, None) for name in ("wq_b", "wk", "weights_proj"))
         numbers = (getattr(given, name, None) for name in ("index_topk", "n_heads", "qk_rope_head_dim"))
+        width = getattr(getattr(given, "wk", None), "out_features", 0)
         return (
             all(isinstance(part, nn.Linear) and part.bias is None for part in layers)
             and all(isinstance(number, int) for number in numbers)
             and isinstance(getattr(given, "k_norm", None), AnyNorm)
+            and isinstance(getattr(given, "softmax_scale", None), float)
+            and width % 8 == 0
+            and width >= given.qk_rope_head_dim
         )
 
     @property
@@ -81,5 +84,7 @@ class Selections:
     """The keys that the layers of a model have selected in a step; some layers take those of the one before them."""
 
     def __init__(self) -> None:
+        self.is_taken = False
+        """Whether any layer takes the selection of another."""
         self.latest: torch.Tensor | None = None
         """int64 [T, W] of all rows of the step."""

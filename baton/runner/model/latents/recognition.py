@@ -15,7 +15,7 @@ from baton.runner.model.fused_layers import Rotation
 from baton.runner.model.latents.fused import FusedLatentAttention, Parts
 from baton.runner.model.latents.heads import LatentHeads, take_heads
 from baton.runner.model.latents.indexer import Selections
-from baton.runner.model.latents.sparse import sparse_attention_of
+from baton.runner.model.latents.sparse import selects_otherwise, sparse_attention_of
 from baton.runner.model.recognition import (
     KINDS,
     LAYOUTS,
@@ -29,6 +29,12 @@ from baton.runner.model.recognition import (
     random_angles,
 )
 from baton.runner.model.stored.layers import forget_weights
+
+
+def refuse_selections(module: nn.Module) -> None:
+    """Raise UnsupportedAttention for a model that selects keys, since GPUs do not so far."""
+    if any(isinstance(getattr(part, "indexer", None), nn.Module) for part in module.modules()):
+        raise UnsupportedAttention("it selects the keys that rows attend to, which is computed on CPUs alone so far")
 
 
 def attend_to_latents(module: nn.Module, operations: Operations, release: Callable[[nn.Module], None]) -> None:
@@ -45,7 +51,7 @@ def attend_to_latents(module: nn.Module, operations: Operations, release: Callab
             fused = sparse_attention_of(child, operations, generator, widths, selections, release)
             if fused is None:
                 if isinstance(getattr(child, "indexer", None), nn.Module):
-                    raise UnsupportedAttention(f"its layer {child.layer_idx} selects keys in another way than is known")
+                    raise selects_otherwise(child)
                 heads = take_heads(child, operations, generator, release)
                 if heads is None:
                     continue
@@ -75,7 +81,7 @@ def _fused(
             theirs, expected = echoed(child, x, torch.complex(cos, sin) if is_complex else (cos, sin))
         except (RuntimeError, TypeError, ValueError, AttributeError):
             continue  # it takes angles of another width, or other arguments
-        if theirs.how is None or len(theirs.seen) > 1:
+        if theirs.how is None:
             return None
         fused = fused or FusedLatentAttention(operations, child.layer_idx, parts, heads, theirs.how)
         for kind in KINDS:
@@ -95,5 +101,7 @@ def _fused(
 
 def _compared(echo: EchoAttention) -> tuple[torch.Tensor, torch.Tensor]:
     """The scores of all queries and keys, and the values: numbers of keys may come in any order."""
-    query, key, value = echo.seen[0]
+    # Some heads are computed at a time.
+    query = torch.cat([rows for rows, *_ in echo.seen], dim=1)
+    _, key, value = echo.seen[0]
     return torch.einsum("qhd,kd->hqk", query.float(), key[:, 0].float()).to(query.dtype), value

@@ -86,7 +86,7 @@ class SparseLatentAttention(FusedLatentAttention):
             return selections.latest[sample_rows] if sampling else selections.latest
         scores = self.indexer.scores(x, narrow, cos, sin, super().key_width)
         selected = self.baton_attend.select(self.layer_idx, latent, scores, sampling=sampling)
-        if not sampling:
+        if not sampling and selections.is_taken:
             selections.latest = selected
         return selected
 
@@ -114,7 +114,10 @@ def sparse_attention_of(
     selections: Selections,
     release: Callable[[nn.Module], None],
 ) -> SparseLatentAttention | None:
-    """What computes the same as an attention that selects latents; None for any other."""
+    """What computes the same as an attention that selects latents; None for any other.
+
+    Raises UnsupportedAttention for one that has the parts for it, and computes something else.
+    """
     if not hasattr(attention, "indexer") or not callable(getattr(attention, "expand_kv", None)):
         return None
     parts, given = Parts.of(attention), attention.indexer
@@ -139,8 +142,14 @@ def sparse_attention_of(
     for case, kind, in_pairs in product(seen, KINDS, (False, True)):
         if _is_alike(fused, case, x[0], Rotation(kind, case.layout), in_pairs, chosen, operations):
             selections.latest = None
+            selections.is_taken |= indexer is None
             return fused
-    return None
+    raise selects_otherwise(attention)
+
+
+def selects_otherwise(attention: Any) -> UnsupportedAttention:
+    """The error for an attention that selects keys as no other that is known."""
+    return UnsupportedAttention(f"its layer {attention.layer_idx} selects keys in another way than is known")
 
 
 @contextmanager

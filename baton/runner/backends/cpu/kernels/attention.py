@@ -43,7 +43,8 @@ def paged_attention(call: AttentionCall, *, threads: int) -> torch.Tensor:
     if (last_stride != 1 and key_dim > 1) or (head_stride != key_dim and heads > 1):
         raise KernelArgumentError("query", "has rows that are not contiguous")
     require_cache(cache)
-    if key_dim != cache.key_dim and not (cache.values_in_keys and key_dim < cache.key_dim and key_dim % 8 == 0):
+    is_narrower = cache.values_in_keys and cache.value_dim <= key_dim < cache.key_dim and key_dim % 8 == 0
+    if key_dim != cache.key_dim and not is_narrower:
         raise KernelArgumentError("query", f"has heads of {key_dim}, the cache of {cache.key_dim}")
     table_stride = require_requests(call.query_start, call.seq_lens, call.block_tables)
     sinks = require_features(call.how, heads, cache)
@@ -117,6 +118,8 @@ def select_keys(call: SelectionCall, *, threads: int) -> torch.Tensor:
         raise KernelArgumentError("first", f"is {call.first}: {width} numbers from there are not in keys")
     if weights.shape != (rows, heads) or weights.dtype != torch.float32 or not weights.is_contiguous():
         raise KernelArgumentError("weights", f"must be float32 [{rows}, {heads}], contiguous")
+    if not weights.is_cpu:
+        raise KernelArgumentError("weights", "must be on the CPU")
     if call.most < 1 or not math.isfinite(call.scale):
         raise KernelArgumentError("most", f"and scale must be at least 1 and finite, are {call.most} and {call.scale}")
     table_stride = require_requests(call.query_start, call.seq_lens, call.block_tables)
@@ -148,10 +151,12 @@ def _require_selected(call: AttentionCall, rows: int) -> None:
     assert selected is not None
     if selected.ndim != 2 or selected.shape[0] != rows or selected.dtype != torch.int64 or not selected.is_contiguous():
         raise KernelArgumentError("selected", f"must be int64 [{rows}, words], contiguous")
+    if not selected.is_cpu:
+        raise KernelArgumentError("selected", "must be on the CPU")
     if call.seq_lens.numel() and int(call.seq_lens.max()) > selected.shape[1] * WORD_BITS:
         raise KernelArgumentError("selected", f"has {selected.shape[1]} words, too few for the longest sequence")
     if how.softcap is not None or how.sinks is not None or how.distance_bias is not None or how.scale <= 0:
-        raise KernelArgumentError("selected", "can't be given with a soft cap, sinks, biases or a scale below 0")
+        raise KernelArgumentError("selected", "can't be given with a soft cap, sinks, biases or a scale of 0 or below")
 
 
 def store_kv(

@@ -21,9 +21,10 @@ INLINE void transpose_query(struct attention_state *state, int64_t kv, size_t ro
 INLINE const uint16_t *key_rows(struct attention_state *state, size_t key_dim, int64_t first) {
     const struct tile_rows *rows = &state->rows[state->here];
     size_t key_bytes = key_dim * sizeof(uint16_t);
-    if (first >= rows->start && first + LANES <= rows->end && key_dim == state->query_dim &&
-        rows->key[first + LANES - 1] == rows->key[first] + (LANES - 1) * key_bytes)
-        return (const uint16_t *)rows->key[first];
+    int side_by_side = first >= rows->start && first + LANES <= rows->end && key_dim == state->query_dim;
+    /* All of them, since blocks in any order may begin where some of these keys would lie. */
+    for (int64_t i = 1; side_by_side && i < LANES; i++) side_by_side = rows->key[first + i] == rows->key[first] + (size_t)i * key_bytes;
+    if (side_by_side) return (const uint16_t *)rows->key[first];
     uint16_t *copy = (uint16_t *)state->keys + (size_t)first * state->query_dim;
     memset(copy, 0, LANES * state->query_dim * sizeof *copy);
     for (int64_t j = first; j < first + LANES; j++)

@@ -221,6 +221,7 @@ static int plan_selection(struct selection_job *job, const struct selection_call
 int baton_select_keys(int isa, int dtype, const struct selection_call *call, int n_threads) {
     struct selection_job job;
     int64_t step;
+    if (call->keys.heads < 1 || call->keys.heads > ATTENTION_ROWS) return STATUS_BAD_INDEX;
     int status = check_attention(&call->keys);
     if (status != STATUS_OK) return status;
     status = plan_selection(&job, call, &step);

@@ -62,6 +62,8 @@ the tokens of `generate()`, where a prompt exceeds the original length; *adapter
 all linear layers; a *pair* of a prefill and a decode node, and the end of the decode node in the middle of an answer,
 by the tokens of one node; and *GGUF* files, which are converted.
 
+deepseek_v32 and glm_moe_dsa select the keys to which a token attends; they are served on CPUs alone.
+
 """
 
 

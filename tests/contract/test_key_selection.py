@@ -71,7 +71,7 @@ class Step:
         return selected
 
     def rows(self) -> list[tuple[int, int, torch.Tensor]]:
-        """Of each query row its place, how many keys it sees, and these."""
+        """Each query row's place, how many keys the row sees, and these keys."""
         found, place = [], 0
         for length, count, keys in zip(LENGTHS, QUERIES, self.keys, strict=True):
             for row in range(count):

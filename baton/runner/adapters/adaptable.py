@@ -20,6 +20,7 @@ from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.low_rank import LowRank, Outputs, RowAdapters
 from baton.runner.backends.operations import Activation, Operations
+from baton.runner.backends.weight_rows import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,11 @@ class AdaptableProduct(_Adaptable):
         self._row_dtypes: set[torch.dtype] = set()
         self.other_shapes: set[tuple[int, int]] = set()
         """Outputs and inputs of the products that are computed in its place, if it is none itself."""
+
+    @classmethod
+    def of_layer(cls, operations: Operations, name: str, weight: Weight) -> AdaptableProduct:
+        """The product with the weight [N, K] of one linear layer, whose name is given."""
+        return cls(operations, operations.pack(weight), weight.shape[1], [(name, weight.shape[0])])
 
     @property
     def row_dtype(self) -> torch.dtype | None:

@@ -106,11 +106,10 @@ class AttendsToLatents(Protocol):
         layer: int,
         query: torch.Tensor,
         latent: torch.Tensor,
-        value: torch.Tensor,
         how: AttentionParameters,
     ) -> torch.Tensor:
-        """The outputs of all heads [T, H, VD], from queries of their keys [T, H, KD] and latents as keys and values of
-        one head, [T, 1, L + R] and [T, 1, L]."""
+        """The outputs of all heads [T, H, VD], from queries of their keys [T, H, KD] and latents as keys of one head,
+        [T, 1, L + R]."""
         ...
 
 
@@ -211,10 +210,7 @@ class PagedAttention:
         stores: bool = True,
         selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        layout = self.layout
-        if layout is None:
-            raise RuntimeError("attention was called outside of a step")
-        cache, group = self._caches[layer], self._groups[layer]
+        layout, cache, group = self._place_of(layer)
         if stores:
             own_values = None if cache.values_in_keys else dense_rows(value)
             self._operations.store_kv(dense_rows(key), own_values, cache, layout.slots[group])
@@ -232,10 +228,7 @@ class PagedAttention:
         )
 
     def select(self, layer: int, key: torch.Tensor, scores: KeyScores, *, sampling: bool = False) -> torch.Tensor:
-        layout = self.layout
-        if layout is None:
-            raise RuntimeError("keys were selected outside of a step")
-        cache, group = self._caches[layer], self._groups[layer]
+        layout, cache, group = self._place_of(layer)
         self._operations.store_kv(dense_rows(key), None, cache, layout.slots[group])
         return self._operations.select_keys(
             SelectionCall(
@@ -250,6 +243,12 @@ class PagedAttention:
                 scores.most,
             )
         )
+
+    def _place_of(self, layer: int) -> tuple[StepLayout, CacheView, int]:
+        """The step, and the cache and the group of a layer."""
+        if self.layout is None:
+            raise RuntimeError("attention was called outside of a step")
+        return self.layout, self._caches[layer], self._groups[layer]
 
     def record(
         self, program: Program, layer: int, query: Rows, key: Rows, value: Rows, how: AttentionParameters, *, into: str
@@ -448,7 +447,7 @@ def _forward(
     if latents is None:
         out = attend.attend(module.layer_idx, *rows, how)
     else:
-        out = latents.attend(attend, module.layer_idx, *rows, replace(how, values_in_keys=True))
+        out = latents.attend(attend, module.layer_idx, *rows[:2], replace(how, values_in_keys=True))
     return out.unsqueeze(0), None
 
 

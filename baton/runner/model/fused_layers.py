@@ -118,7 +118,7 @@ class FusedMlp(nn.Module, HasProducts):
         *inner, last = names
         modules = [(name, 2 * n // len(inner)) for name in inner]
         self._gated = AdaptableProduct(operations, operations.pack_gated(gate, up), k, modules)
-        self._down = AdaptableProduct(operations, operations.pack(down), n, [(last, down.shape[0])])
+        self._down = AdaptableProduct.of_layer(operations, last, down)
         self._bias = None if down_bias is None else down_bias.detach().clone()
 
     @property
@@ -156,8 +156,7 @@ class PlainMlp(nn.Module, HasProducts):
         self._row_quantum = row_quantum
         weights = [weight_of(part) for part in (up, down)]
         self._up, self._down = (
-            AdaptableProduct(operations, operations.pack(weight), weight.shape[1], [(name, weight.shape[0])])
-            for name, weight in zip(names, weights, strict=True)
+            AdaptableProduct.of_layer(operations, name, weight) for name, weight in zip(names, weights, strict=True)
         )
         self._biases = [None if part.bias is None else part.bias.detach().clone() for part in (up, down)]
 
@@ -256,6 +255,7 @@ class CalledAsAttention(nn.Module, ABC):
     baton_attend: Attend
     layer_idx: int
     rotation: Rotation
+    _operations: Operations
 
     @abstractmethod
     def rows(
@@ -263,6 +263,12 @@ class CalledAsAttention(nn.Module, ABC):
     ) -> torch.Tensor:
         """x [T, K], cos and sin [T, R] to [T, K]; with `sample_rows`, which may be empty, only these rows."""
         ...
+
+    def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Rotate the first R columns of x [T, H, D] in place."""
+        if self.rotation.kind == "none" or cos.shape[1] == 0:
+            return
+        self._operations.rotate(x, cos, sin, in_pairs=self.rotation.kind == "pairs")
 
     def forward(
         self,
@@ -327,8 +333,7 @@ class FusedAttention(CalledAsAttention, HasProducts):
             rows = [range(own.start * of_head, own.stop * of_head)]
             packed = operations.pack_own(*rows_in([weight], rows))
             self._gates = AdaptableProduct(operations, packed, weight.shape[1], [(name, weight.shape[0])])
-        name, out = given.out[0], weight_of(given.out[1])
-        self._out = AdaptableProduct(operations, operations.pack(out), out.shape[1], [(name, out.shape[0])])
+        self._out = AdaptableProduct.of_layer(operations, given.out[0], weight_of(given.out[1]))
         self._out_bias = None if given.out[1].bias is None else given.out[1].bias.detach().clone()
 
     @property
@@ -411,12 +416,6 @@ class FusedAttention(CalledAsAttention, HasProducts):
             self._rotate(key, cos, sin)
         else:
             self._rotate(qkv[:, : self._ends[2]].view(qkv.shape[0], -1, self._head_dim), cos, sin)
-
-    def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Rotate the first R columns of x [T, H, D] in place."""
-        if self.rotation.kind == "none" or cos.shape[1] == 0:
-            return
-        self._operations.rotate(x, cos, sin, in_pairs=self.rotation.kind == "pairs")
 
     def record(
         self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str

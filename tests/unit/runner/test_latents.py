@@ -104,7 +104,7 @@ def test_a_part_of_a_block_has_the_keys_alone(dtype: str, scales: int) -> None:
 
 
 class Attention(nn.Module):
-    """As transformers' attention to latents, as far as keys and values are concerned."""
+    """This module makes keys and values as transformers' attention to latents does, and nothing else."""
 
     layer_idx = 0
     qk_rope_head_dim = ROTATED

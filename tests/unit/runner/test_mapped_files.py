@@ -17,7 +17,7 @@ _ELEMENTS = 1 << 20
 def test_memory_that_took_the_place_of_a_mapping_keeps_its_content(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"weight": torch.zeros(_ELEMENTS)}, path)
-    # Of another thread that loads the same checkpoint.
+    # This mapping stands for that of another thread, which loads the same checkpoint.
     theirs = safe_open(path, framework="pt")
     weight: torch.Tensor = theirs.get_tensor("weight")  # type: ignore[no-untyped-call]
     address = weight.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE

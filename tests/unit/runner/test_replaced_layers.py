@@ -31,7 +31,7 @@ def test_a_replaced_layer_answers_for_its_weight_without_holding_it(dtype: torch
 
 
 def test_a_weight_multiplied_with_columns_gives_those_of_the_layer() -> None:
-    """As jamba does, which adds the bias of the layer later."""
+    """Jamba's layer multiplies so, and adds its bias later."""
     bias = randn(24, seed=5)
     layer = PackedLinear(choose_operations(1), randn(24, 48), bias, torch.float32)
     x = randn(2, 5, 48, seed=3)
@@ -70,7 +70,7 @@ def test_a_layer_that_its_class_makes_in_float32_stays_so(tmp_path: Path, in_par
 
 
 def test_linear_layers_that_share_a_weight_both_hold_it(tmp_path: Path) -> None:
-    """As zamba2's, of which a checkpoint has the weights of one."""
+    """Zamba2's layers share weights, of which a checkpoint has one copy."""
     prepare(num_threads=1)
     write_varied_model(tmp_path, LISTED_TYPES["zamba2"], seed=1)
     module = load_model(tmp_path, WeightSpec(dtype="float32", in_parts=True)).module
@@ -81,7 +81,7 @@ def test_linear_layers_that_share_a_weight_both_hold_it(tmp_path: Path) -> None:
 
 
 def test_a_norm_takes_rows_that_are_wider_than_its_weight() -> None:
-    """As mamba2's last one, behind a residual in float32."""
+    """Mamba2's last norm does, behind a residual in float32."""
     weight, x = randn(64, dtype=torch.bfloat16), randn(5, 64, seed=3)
     norm, wide = (FusedNorm(choose_operations(1), of, 1e-5, False) for of in (weight, weight.float()))
     assert norm(x).dtype == torch.float32

@@ -239,7 +239,7 @@ def test_a_number_that_nothing_uses_may_be_any(directory: Path) -> None:
 
 @pytest.mark.parametrize(("count", "is_refused"), [(0, False), (-1, True)])
 def test_layers_with_an_mlp_beside_their_experts_may_have_none(tmp_path: Path, count: int, is_refused: bool) -> None:
-    """As most models of type granitemoehybrid."""
+    """Most models of type granitemoehybrid have such a configuration."""
     dense = {**LISTED_TYPES["granitemoehybrid"], "num_local_experts": 0, "num_experts_per_tok": 0}
     write_random_model(tmp_path / "broken-model", dense, seed=1)
     edit_config(tmp_path / "broken-model", num_local_experts=count)

@@ -65,7 +65,7 @@ class FusedLatentAttention(CalledAsAttention, HasProducts):
         heads: LatentHeads,
         how: AttentionParameters,
     ) -> None:
-        """It rotates nothing until it is told otherwise."""
+        """A new attention rotates nothing; its maker sets `rotation`."""
         super().__init__()
         self.layer_idx = layer_idx
         self.rotation = Rotation("none", "halves")
@@ -88,9 +88,7 @@ class FusedLatentAttention(CalledAsAttention, HasProducts):
         self._query = AdaptableProduct(operations, packed, weight.shape[1], [(name, weight.shape[0])])
         self._query_bias = None if query.bias is None else query.bias.detach()[rows].clone()
         name, out = parts.out
-        self._out = AdaptableProduct(
-            operations, operations.pack(weight_of(out)), out.in_features, [(name, out.out_features)]
-        )
+        self._out = AdaptableProduct.of_layer(operations, name, weight_of(out))
         self._out_bias = None if out.bias is None else out.bias.detach().clone()
 
     @property
@@ -114,7 +112,8 @@ class FusedLatentAttention(CalledAsAttention, HasProducts):
             x, given, cos, sin = (rows[sample_rows] for rows in (x, given, cos, sin))
             self._down.keep(sample_rows)
         selected = self._selected(latent, x, given, cos, sin, sample_rows)
-        query = self._queries(given)
+        num_heads, query_width = len(self.own_heads.queries), self._shape.plain + self._shape.rotated
+        query = self._query.linear(given, self._query_bias).view(given.shape[0], num_heads, query_width)
         self._rotate(query[..., self._shape.plain :], cos, sin)
         own = self.kv_b_proj.attend_own(
             self.baton_attend,
@@ -154,17 +153,6 @@ class FusedLatentAttention(CalledAsAttention, HasProducts):
     ) -> torch.Tensor | None:
         """The keys to which rows x [T, K] attend, if they don't attend to all that they see; `narrow`: of what queries
         are made. `sample_rows`: which of a step's rows these are; None: all."""
-
-    def _queries(self, given: torch.Tensor) -> torch.Tensor:
-        """Queries [T, h, N + R] of this rank's heads."""
-        num_heads, width = len(self.own_heads.queries), self._shape.plain + self._shape.rotated
-        if given.shape[0] == 0:
-            return given.new_empty(0, num_heads, width)
-        return self._query.linear(given, self._query_bias).view(given.shape[0], num_heads, width)
-
-    def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        if self.rotation.kind != "none" and cos.shape[1] > 0:
-            self._operations.rotate(x, cos, sin, in_pairs=self.rotation.kind == "pairs")
 
     def record(
         self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str

@@ -83,11 +83,10 @@ class LatentHeads(nn.Module, HasProducts):
         layer: int,
         query: torch.Tensor,
         latent: torch.Tensor,
-        value: torch.Tensor,
         how: AttentionParameters,
     ) -> torch.Tensor:
-        """The outputs of all heads [T, H, VD], from queries of their keys [T, H, N + R] and latents as keys and values
-        of one head, [T, 1, L + R] and [T, 1, L]."""
+        """The outputs of all heads [T, H, VD], from queries of their keys [T, H, N + R] and latents as keys of one
+        head, [T, 1, L + R]."""
         own = self.attend_own(attend, layer, heads_in(query, self.own_heads.queries), latent, how, sampling=False)
         return self.gathered(own).view(own.shape[0], self.shape.heads, self.shape.value)
 
@@ -189,22 +188,28 @@ def _transposed(term: LowRank) -> LowRank:
     return LowRank(own.b.T.contiguous(), term.factor, (Outputs(0, term.a.T.contiguous()),))
 
 
-def take_heads(
-    attention: Any, operations: Operations, generator: torch.Generator, release: Callable[[nn.Module], None]
-) -> LatentHeads | None:
-    """Let an attention attend to latents, if its heads share any; `release` is called with the replaced layer.
+def heads_of(attention: Any, operations: Operations, generator: torch.Generator) -> LatentHeads | None:
+    """The heads of an attention, if these share latents; otherwise None.
 
     Transformers' modules make keys and values of latents in a method of their own, `expand_kv`. What it gives is
-    compared, and an attention of which it is something else keeps keys and values of all heads: None.
+    compared, and an attention of which it is something else has no such heads.
     """
     layer = getattr(attention, "kv_b_proj", None)
     if not isinstance(layer, nn.Linear) or not callable(getattr(attention, "expand_kv", None)):
         return None
     dtype = layer.dtype if isinstance(layer, StoredLinear) else layer.weight.dtype
     shape = _shape_of(attention, layer, dtype, generator)
-    if shape is None:
+    return None if shape is None else LatentHeads(operations, weight_of(layer), shape, dtype)
+
+
+def take_heads(
+    attention: Any, operations: Operations, generator: torch.Generator, release: Callable[[nn.Module], None]
+) -> LatentHeads | None:
+    """Let an attention attend to latents, if its heads share any; `release` is called with the replaced layer."""
+    heads = heads_of(attention, operations, generator)
+    if heads is None:
         return None
-    attention.kv_b_proj = heads = LatentHeads(operations, weight_of(layer), shape, dtype)
+    layer, attention.kv_b_proj = attention.kv_b_proj, heads
     release(layer)
     replaced = {"baton_latents": heads, "own_heads": heads.own_heads, "expand_kv": _latents_as_keys}
     for name, value in replaced.items():

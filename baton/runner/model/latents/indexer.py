@@ -17,6 +17,9 @@ from baton.runner.model.attention import KeyScores
 from baton.runner.model.fused_layers import AnyNorm
 from baton.runner.model.stored.layers import StoredLinear, weight_of
 
+_LAYERS = ("wq_b", "wk", "weights_proj")
+"""What transformers calls the layers that make queries, keys, and what each head's score counts."""
+
 
 class Indexer(nn.Module, HasProducts):
     """The products, the norm and the rotation of the queries and keys by which keys are selected."""
@@ -34,10 +37,7 @@ class Indexer(nn.Module, HasProducts):
         self._scale: float = given.softmax_scale
         self._norm: AnyNorm = given.k_norm
         self._queries, self._keys, self._weights = (
-            AdaptableProduct(
-                operations, operations.pack(weight_of(part)), part.in_features, [(name, part.out_features)]
-            )
-            for name, part in ((name, getattr(given, name)) for name in ("wq_b", "wk", "weights_proj"))
+            AdaptableProduct.of_layer(operations, name, weight_of(getattr(given, name))) for name in _LAYERS
         )
         weights = given.weights_proj
         self._weights_dtype = weights.dtype if isinstance(weights, StoredLinear) else weights.weight.dtype
@@ -45,7 +45,7 @@ class Indexer(nn.Module, HasProducts):
     @staticmethod
     def is_known(given: Any) -> bool:
         """Whether a module has the parts of an indexer; what it computes is compared later."""
-        layers = (getattr(given, name, None) for name in ("wq_b", "wk", "weights_proj"))
+        layers = (getattr(given, name, None) for name in _LAYERS)
         numbers = (getattr(given, name, None) for name in ("index_topk", "n_heads", "qk_rope_head_dim"))
         width = getattr(getattr(given, "wk", None), "out_features", 0)
         return (

@@ -48,7 +48,7 @@ def attend_to_latents(module: nn.Module, operations: Operations, release: Callab
         fused: FusedLatentAttention | None
         widths, dtypes, selections = angle_widths(module), angle_dtypes_of(module), Selections()
         for parent, name, child in children_of(module):
-            fused = sparse_attention_of(child, operations, generator, widths, selections, release)
+            fused = sparse_attention_of(child, operations, generator, widths, selections)
             if fused is None:
                 if isinstance(getattr(child, "indexer", None), nn.Module):
                     raise selects_otherwise(child)

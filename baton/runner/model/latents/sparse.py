@@ -6,13 +6,12 @@ compute the same of random rows over a small cache, or else not served.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from baton.engine.runner import KVLayout, LayerGeometry
 from baton.runner.backends.attention_call import StepLayout
@@ -21,13 +20,14 @@ from baton.runner.backends.operations import Operations
 from baton.runner.model.attention import AttendOrSelect, AttentionParameters, PagedAttention, UnsupportedAttention
 from baton.runner.model.fused_layers import AngleLayout, Rotation
 from baton.runner.model.latents.fused import FusedLatentAttention, Parts
-from baton.runner.model.latents.heads import LatentHeads, take_heads
+from baton.runner.model.latents.heads import LatentHeads, heads_of
 from baton.runner.model.latents.indexer import Indexer, Selections
 from baton.runner.model.recognition import KINDS, LAYOUTS, agree, like_input, random_angles
 
 _ROWS = 32
+"""A comparison has so many rows."""
 _MOST = 4
-"""Of so many rows each attends to so many, when both are compared."""
+"""Each row of a comparison attends to so many keys at most."""
 _ENOUGH = 0.75
 """The share of rows that must agree: where two keys have nearly the same score, rounding decides which is selected."""
 
@@ -46,13 +46,12 @@ class SparseLatentAttention(FusedLatentAttention):
         how: AttentionParameters,
         indexer: Indexer | None,
         selections: Selections,
-        num_outputs: int,
     ) -> None:
-        """`num_outputs`: how many values transformers' module returns."""
         super().__init__(operations, layer_idx, parts, heads, how)
         self.indexer = indexer
         self.selections = selections
-        self._num_outputs = num_outputs
+        self.num_outputs = 2
+        """How many values transformers' module returns."""
 
     @property
     def key_width(self) -> int:
@@ -93,7 +92,7 @@ class SparseLatentAttention(FusedLatentAttention):
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         rows, nothing = super().forward(*arguments, **keywords)
         # What transformers' loop hands to the next layer in place of its indices is never read.
-        return (rows, nothing, rows.new_empty(0))[: self._num_outputs]
+        return (rows, nothing, rows.new_empty(0))[: self.num_outputs]
 
 
 class _Seen(NamedTuple):
@@ -112,7 +111,6 @@ def sparse_attention_of(
     generator: torch.Generator,
     widths: Sequence[int],
     selections: Selections,
-    release: Callable[[nn.Module], None],
 ) -> SparseLatentAttention | None:
     """What computes the same as an attention that selects latents; None for any other.
 
@@ -123,27 +121,23 @@ def sparse_attention_of(
     parts, given = Parts.of(attention), attention.indexer
     if parts is None or parts.down is None or (given is not None and not Indexer.is_known(given)):
         return None
+    scale, heads = getattr(attention, "scaling", None), heads_of(attention, operations, generator)
+    if heads is None or not isinstance(scale, float) or scale <= 0:
+        return None
     first = parts.latent[1]
     x = like_input(first, torch.randn(1, _ROWS, first.in_features, dtype=torch.float32, generator=generator))
     picked = torch.stack([torch.tensor([0, row // 3, row // 2, row]) for row in range(_ROWS)])
-    seen = list(_eager(attention, x, picked, widths, generator))
-    scale = getattr(attention, "scaling", None)
-    if not seen or not isinstance(scale, float) or scale <= 0:
-        return None
-    heads = take_heads(attention, operations, generator, release)
-    if heads is None:
-        return None
-    indexer = None if given is None else Indexer(operations, given)
-    how = AttentionParameters(scale=scale, num_kv_heads=1, values_in_keys=True)
-    fused = SparseLatentAttention(
-        operations, attention.layer_idx, parts, heads, how, indexer, selections, seen[0].num_outputs
-    )
     chosen = torch.stack([words_of(row.unique(), 1) for row in picked])
-    for case, kind, in_pairs in product(seen, KINDS, (False, True)):
-        if _is_alike(fused, case, x[0], Rotation(kind, case.layout), in_pairs, chosen, operations):
-            selections.latest = None
-            selections.is_taken |= indexer is None
-            return fused
+    how = AttentionParameters(scale=scale, num_kv_heads=1, values_in_keys=True)
+    indexer = None if given is None else Indexer(operations, given)
+    fused = SparseLatentAttention(operations, attention.layer_idx, parts, heads, how, indexer, selections)
+    for case in _eager(attention, x, picked, widths, generator):
+        fused.num_outputs = case.num_outputs
+        for kind, in_pairs in product(KINDS, (False, True)):
+            if _is_alike(fused, case, x[0], Rotation(kind, case.layout), in_pairs, chosen, operations):
+                selections.latest = None
+                selections.is_taken |= indexer is None
+                return fused
     raise selects_otherwise(attention)
 
 

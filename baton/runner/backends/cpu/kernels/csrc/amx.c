@@ -305,6 +305,7 @@ TARGET static void shared_attention_bfloat16_and_release(const void *job, size_t
     shared_attention_bfloat16(job, task, scratch);
     release();
 }
+
 TARGET static void select_keys_bfloat16_and_release(const void *job, size_t task, void *scratch) {
     select_keys_bfloat16(job, task, scratch);
     release();

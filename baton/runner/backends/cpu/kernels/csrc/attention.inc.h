@@ -132,10 +132,21 @@ INLINE int any_sees_all(const struct attention_call *call, int64_t length, int64
     return reaches < first_position + tokens && sees_all(visible_keys(call, length, reaches, tile));
 }
 
+/* Computes the products of query rows and the keys of the loaded tile. */
+INLINE void score_rows(const enum dtype dtype, const struct attention_call *call, struct attention_state *state, size_t row,
+                       size_t count) {
+    const size_t dim = (size_t)call->key_dim, pairs = state->query_dim / 2, items = pairs * ROW_ITEMS_PER_PAIR;
+    if (dtype == DTYPE_FLOAT32)
+        product_float32(count, KEY_TILE / LANES, (const float *)state->query + row * dim, dim, state->keys, dim * LANES, LANES,
+                        dim, state->scores, KEY_TILE, 0);
+    else
+        product_bfloat16(count, KEY_TILE / LANES, (const bf16_row *)state->query + row * items, items, state->keys,
+                         state->query_dim * LANES, 2 * LANES, pairs, state->scores, KEY_TILE, 0);
+}
+
 /* Computes scores, probabilities and outputs of rows that see the same keys of the loaded tile. */
 INLINE void attend_rows(const enum dtype dtype, const struct attention_call *call, struct attention_state *state, int64_t kv, size_t row,
                         size_t count, struct key_range range, int64_t tile) {
-    const size_t dim = (size_t)call->key_dim, pairs = state->query_dim / 2, items = pairs * ROW_ITEMS_PER_PAIR;
     float *output = state->output + row * state->out_stride;
     (void)kv;
     if (!state->values_as_they_lie) ask_ahead(state, 8);
@@ -144,12 +155,7 @@ INLINE void attend_rows(const enum dtype dtype, const struct attention_call *cal
         few_scores(state, kv, row, count, call->key_dim);
     else
 #endif
-    if (dtype == DTYPE_FLOAT32)
-        product_float32(count, KEY_TILE / LANES, (const float *)state->query + row * dim, dim, state->keys, dim * LANES, LANES,
-                        dim, state->scores, KEY_TILE, 0);
-    else
-        product_bfloat16(count, KEY_TILE / LANES, (const bf16_row *)state->query + row * items, items, state->keys,
-                         state->query_dim * LANES, 2 * LANES, pairs, state->scores, KEY_TILE, 0);
+        score_rows(dtype, call, state, row, count);
     int whole = dtype == DTYPE_BFLOAT16 && sees_all(range);
     if (call->distance_bias != NULL)
         softmax_biased_rows(call, state, row, count, range, tile, whole);

@@ -192,26 +192,29 @@ int baton_store_kv(struct store_call *call) {
     return run_works(&work, 1, 1, NULL);
 }
 
+/* How many tokens' rows a task of a selection has at most. */
+static int64_t selecting_tokens(const struct selection_call *call) { return ATTENTION_ROWS / call->keys.heads; }
+
 /* Cuts a checked selection into tasks. */
-static int plan_selection(struct selection_job *job, const struct selection_call *call, int64_t *step) {
+static int plan_selection(struct selection_job *job, const struct selection_call *call) {
     const struct attention_call *keys = &call->keys;
+    const int64_t step = selecting_tokens(call);
     *job = (struct selection_job){.call = call, .scratch_bytes = attention_scratch(keys)};
-    *step = ATTENTION_ROWS / keys->heads;
     for (int64_t seq = 0; seq < keys->num_seqs; seq++)
-        job->count += (size_t)((keys->query_start[seq + 1] - keys->query_start[seq] + *step - 1) / *step);
+        job->count += (size_t)((keys->query_start[seq + 1] - keys->query_start[seq] + step - 1) / step);
     if (job->count == 0) return STATUS_OK;
     job->tasks = malloc(job->count * sizeof *job->tasks);
     if (job->tasks == NULL) return STATUS_NO_MEMORY;
     struct attention_task *task = job->tasks;
     for (int64_t seq = 0; seq < keys->num_seqs; seq++) {
         int64_t tokens = keys->query_start[seq + 1] - keys->query_start[seq];
-        for (int64_t token = 0; token < tokens; token += *step)
+        for (int64_t token = 0; token < tokens; token += step)
             *task++ = (struct attention_task){
                 .seq = (int32_t)seq,
                 .kv_count = 1,
                 .head_count = (int32_t)keys->heads,
                 .token_start = (int32_t)token,
-                .token_count = (int32_t)(tokens - token < *step ? tokens - token : *step),
+                .token_count = (int32_t)(tokens - token < step ? tokens - token : step),
             };
     }
     return STATUS_OK;
@@ -220,13 +223,12 @@ static int plan_selection(struct selection_job *job, const struct selection_call
 /* There are at most ATTENTION_ROWS heads, of one key. */
 int baton_select_keys(int isa, int dtype, const struct selection_call *call, int n_threads) {
     struct selection_job job;
-    int64_t step;
     if (call->keys.heads < 1 || call->keys.heads > ATTENTION_ROWS) return STATUS_BAD_INDEX;
     int status = check_attention(&call->keys);
     if (status != STATUS_OK) return status;
-    status = plan_selection(&job, call, &step);
+    status = plan_selection(&job, call);
     if (status == STATUS_OK) {
-        size_t sums = (size_t)(step * call->words) * KEY_TILE * sizeof(float);
+        size_t sums = (size_t)(selecting_tokens(call) * call->words) * KEY_TILE * sizeof(float);
         struct work work = {.function = isas[isa]->select_keys[dtype], .job = &job, .n_tasks = job.count,
                             .scratch_bytes = job.scratch_bytes + sums};
         status = run_works(&work, 1, n_threads, NULL);

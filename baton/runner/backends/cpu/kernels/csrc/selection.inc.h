@@ -50,16 +50,11 @@ INLINE void add_scores(const struct selection_call *selection, const struct atte
     }
 }
 
-INLINE void select_rows(const enum dtype dtype, const struct selection_job *job, size_t index, void *scratch) {
-    const struct selection_call *selection = job->call;
-    const struct attention_call *call = &selection->keys;
-    const struct attention_task *task = &job->tasks[index];
+/* Computes the sums of a task's rows for all keys that they see. */
+INLINE void sum_scores(const enum dtype dtype, const struct selection_job *job, const struct attention_task *task, int64_t first_position,
+                       int64_t first_row, void *scratch, float *sums) {
+    const struct attention_call *call = &job->call->keys;
     struct attention_state state = state_in_scratch(dtype, call, scratch);
-    float *sums = (float *)((char *)scratch + job->scratch_bytes);
-    const int64_t tokens = call->query_start[task->seq + 1] - call->query_start[task->seq];
-    const int64_t first_row = call->query_start[task->seq] + task->token_start;
-    const int64_t first_position = call->seq_lens[task->seq] - tokens + task->token_start;
-    const size_t dim = (size_t)call->key_dim, pairs = state.query_dim / 2, items = pairs * ROW_ITEMS_PER_PAIR;
     const size_t rows = prepare_queries(dtype, call, task, &state, 0);
     start_rows(dtype, call, &state, rows);
     state.rows[1].start = state.rows[1].end = 0; /* no next tile is prefetched */
@@ -69,15 +64,23 @@ INLINE void select_rows(const enum dtype dtype, const struct selection_job *job,
         load_tile(dtype, call, &state, 0, 0, 1);
         for (size_t row = 0; row < rows; row += SCORE_ROWS) {
             const size_t count = rows - row < SCORE_ROWS ? rows - row : SCORE_ROWS;
-            if (dtype == DTYPE_FLOAT32)
-                product_float32(count, KEY_TILE / LANES, (const float *)state.query + row * dim, dim, state.keys, dim * LANES, LANES, dim,
-                                state.scores, KEY_TILE, 0);
-            else
-                product_bfloat16(count, KEY_TILE / LANES, (const bf16_row *)state.query + row * items, items, state.keys,
-                                 state.query_dim * LANES, 2 * LANES, pairs, state.scores, KEY_TILE, 0);
-            add_scores(selection, task, &state, row, count, tile, first_row, sums);
+            score_rows(dtype, call, &state, row, count);
+            add_scores(job->call, task, &state, row, count, tile, first_row, sums);
         }
     }
+}
+
+INLINE void select_rows(const enum dtype dtype, const struct selection_job *job, size_t index, void *scratch) {
+    const struct selection_call *selection = job->call;
+    const struct attention_call *call = &selection->keys;
+    const struct attention_task *task = &job->tasks[index];
+    float *sums = (float *)((char *)scratch + job->scratch_bytes);
+    const int64_t tokens = call->query_start[task->seq + 1] - call->query_start[task->seq];
+    const int64_t first_row = call->query_start[task->seq] + task->token_start;
+    const int64_t first_position = call->seq_lens[task->seq] - tokens + task->token_start;
+    /* Rows that see no more keys than they may have need no scores. */
+    if (first_position + task->token_count > selection->most)
+        sum_scores(dtype, job, task, first_position, first_row, scratch, sums);
     for (int64_t token = 0; token < task->token_count; token++) {
         const int64_t count = first_position + token + 1;
         uint64_t *selected = selection->selected + (first_row + token) * selection->words;

@@ -24,7 +24,7 @@ from baton.errors import ConfigError
 from baton.runner.execution.input_batch import flatten
 from baton.runner.execution.request_table import RequestState
 from baton.runner.model.attention import ATTENTION_NAME, UnsupportedAttention
-from baton.runner.model.layers import EXPERTS_NAME
+from baton.runner.model.mixtures.experts import EXPERTS_NAME
 from baton.runner.model.model_classes import first_line
 from baton.runner.model.stored.layers import StoredLinear, experts_on_file, held_experts, read_once
 from baton.runner.model.stored.mapped_files import MappedFiles

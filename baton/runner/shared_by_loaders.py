@@ -16,8 +16,9 @@ from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
-from baton.runner.model import attention, layers
+from baton.runner.model import attention
 from baton.runner.model.attention import UnsupportedAttention
+from baton.runner.model.mixtures import experts
 from baton.runner.model.stored.weight import UnusableWeight
 from baton.runner.model.weights import LoadedModel
 from baton.runner.spec import TorchSpec
@@ -38,7 +39,7 @@ def prepare(num_threads: int) -> None:
     """Let torch compute with so many threads, and transformers call Baton's attention and experts."""
     torch.set_num_threads(elementwise_threads(num_threads))
     attention.register()
-    layers.register()
+    experts.register()
 
 
 def prepared_operations(spec: TorchSpec, device: torch.device, operations: Operations | None) -> Operations:

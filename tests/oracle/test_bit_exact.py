@@ -20,8 +20,9 @@ from baton.runner.backends.paged_cache import keys_and_values, scales
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.execution.input_batch import FlatBatch, flatten
 from baton.runner.execution.request_table import RequestState, Scheduled
-from baton.runner.model import attention, layers
+from baton.runner.model import attention
 from baton.runner.model.attention import cache_views
+from baton.runner.model.mixtures import experts
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import load_model
@@ -228,7 +229,7 @@ def load(
     if not directory.exists():
         write_random_model(directory, MODELS[name], seed=3)
     attention.register()
-    layers.register()
+    experts.register()
     torch.set_num_threads(elementwise_threads(num_threads))
     loaded = load_model(directory, WeightSpec(dtype))
     chosen = operations or choose_operations(num_threads)

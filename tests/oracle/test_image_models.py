@@ -22,8 +22,9 @@ from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.execution.request_table import Grid, GridPositions
 from baton.runner.images import ImageEncoder, ImageProcessor
 from baton.runner.loading import load_runner
-from baton.runner.model import attention, layers
+from baton.runner.model import attention
 from baton.runner.model.loop.angles import AngleKind, RotaryTable
+from baton.runner.model.mixtures import experts
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import DTYPES, load_model
 from baton.runner.spec import CacheSpec, TorchSpec, WeightSpec
@@ -41,7 +42,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     made = tmp_path_factory.mktemp(request.param)
     write_image_model(made, request.param)
     attention.register()
-    layers.register()
+    experts.register()
     return made
 
 
@@ -164,7 +165,7 @@ def grid_directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A model whose positions have three dimensions."""
     write_image_model(tmp_path, request.param)
     attention.register()
-    layers.register()
+    experts.register()
     return tmp_path
 
 

@@ -23,8 +23,9 @@ from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.execution.input_batch import flatten
 from baton.runner.execution.request_table import RequestState
 from baton.runner.loading import load_runner
-from baton.runner.model import attention, layers
+from baton.runner.model import attention
 from baton.runner.model.decoder import HiddenAndLogits
+from baton.runner.model.mixtures import experts
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import load_model
@@ -54,7 +55,7 @@ def operations(request: pytest.FixtureRequest) -> Operations:
 def compute(directory: Path, operations: Operations) -> HiddenAndLogits:
     """The input and the output of the head for the last token of PROMPT, computed in bfloat16."""
     attention.register()
-    layers.register()
+    experts.register()
     transformer = Transformer(
         load_model(directory, WeightSpec("bfloat16")), operations, 16, CacheSpec(num_blocks=16), 1
     )

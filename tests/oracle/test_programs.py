@@ -19,7 +19,8 @@ from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.execution.input_batch import flatten
 from baton.runner.execution.request_table import RequestState
-from baton.runner.model import attention, layers
+from baton.runner.model import attention
+from baton.runner.model.mixtures import experts
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import load_model
@@ -51,7 +52,7 @@ MODELS = {
 RECORDED = [
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "qwen3_windows", "qwen2_wide"),
     *("gemma", "gemma2", "gemma3_text", "vaultgemma", "exaone4", "smollm3", "hunyuan_v1_dense"),
-    *("lfm2", "qwen3_5_text", "afmoe_without_experts"),
+    *("lfm2", "qwen3_5_text", "afmoe_without_experts", "qwen2_moe", "glm4_moe"),
 ]
 CASES = [
     (name, dtype, (1, 2, 5)[(place + turn) % 3])
@@ -85,7 +86,7 @@ def load(models: Path, name: str, dtype: str, operations: CompiledOperations | T
     if not directory.exists():
         write_random_model(directory, MODELS[name], seed=5)
     attention.register()
-    layers.register()
+    experts.register()
     return Transformer(load_model(directory, WeightSpec(dtype)), operations, BLOCK_SIZE, CacheSpec(num_blocks=200), 1)
 
 
@@ -171,7 +172,7 @@ def test_one_call_gives_the_bits_of_many_on_every_instruction_set(models: Path, 
     assert_same(*both(models, "qwen3_windows", dtype, threads=2))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "granite", "starcoder2", "cohere2", "deepseek_v3", "gpt2", "lfm3"])
+@pytest.mark.parametrize("name", ["gpt_oss", "granite", "starcoder2", "cohere2", "deepseek_v3", "gpt2", "lfm3"])
 def test_models_that_can_not_be_recorded_run_in_single_calls(models: Path, name: str) -> None:
     transformer, single = both(models, name, "float32", threads=2)
     assert transformer.why_no_programs

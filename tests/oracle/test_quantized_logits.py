@@ -66,6 +66,9 @@ class RecordingOperations(CompiledOperations):
     def program(self, dtype: torch.dtype) -> None:  # type: ignore[override]  # what operations without programs return
         return None
 
+    def pack_mixture(self, *_: Any) -> None:
+        """None: experts are multiplied one by one."""
+
     def linear(self, x: torch.Tensor, weight: Any, *arguments: Any, **keywords: Any) -> torch.Tensor:
         self.inputs.append((id(weight), x.clone()))
         return super().linear(x, weight, *arguments, **keywords)

@@ -22,8 +22,9 @@ from baton.messages.sampling import SamplingParams
 from baton.model_formats.adapters import open_adapter
 from baton.runner.against_transformers import eager_logits
 from baton.runner.loading import load_runner
-from baton.runner.model import attention, layers
+from baton.runner.model import attention
 from baton.runner.model.checkpoint import open_checkpoint
+from baton.runner.model.mixtures import experts
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.weights import load_model, parameter_shapes
 from baton.runner.spec import TorchSpec, WeightSpec
@@ -45,7 +46,7 @@ OTHER_PARTS = ("vision", "visual", "audio", "projector", "merger")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     attention.register()
-    layers.register()
+    experts.register()
     return tmp_path_factory.mktemp("models")
 
 

@@ -48,5 +48,5 @@ def test_without_a_compiler_baton_runs_and_the_doctor_says_what_it_costs(
     assert "no C kernels" in checks["kernels"]["says"]
     assert "twelve times as long" in checks["kernels"]["says"]
     assert "install a C compiler" in checks["kernels"]["fix"]
-    assert "torch-3-rows-" in checks["model"]["says"]
+    assert "torch-4-rows-" in checks["model"]["says"]
     assert checks["bit-exact"]["status"] == "OK"

@@ -25,6 +25,7 @@ from baton.runner.backends.paged_cache import CacheView, read_blocks, write_rows
 from baton.runner.backends.quantized_product import narrow_product
 from baton.runner.backends.quantized_weight import NarrowWeight
 from baton.runner.backends.ranks.ranks import ONE_RANK
+from baton.runner.backends.routing import Routing, SharedRows, choose
 from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall
 from baton.runner.backends.torch_states import sequences_of, states_in
 from baton.runner.backends.weight_rows import Weight, read_weight
@@ -132,6 +133,40 @@ def gated_linear(
 ) -> torch.Tensor:
     gate, up = np.split(_adapted(x, _product(x, weight), adapters), 2, axis=1)
     return torch.from_numpy(_activate(gate, activation) * up).to(x.dtype)
+
+
+def pack_mixture(ups: Sequence[Any], downs: Sequence[Any], activation: Activation) -> None:
+    return None
+
+
+def route(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = [choose(row, routing) for row in torch.split(logits, 1)]
+    return torch.cat([chosen for chosen, _ in rows]), torch.cat([weights for _, weights in rows])
+
+
+def mix_experts(*_arguments: Any, **_named: Any) -> torch.Tensor:
+    raise NotImplementedError("experts are multiplied one by one")
+
+
+def sum_experts(
+    outs: torch.Tensor,
+    places: torch.Tensor,
+    weights: torch.Tensor,
+    factor: float = 1.0,
+    shared: SharedRows | None = None,
+) -> torch.Tensor:
+    rows = []
+    for row, (own, of_row) in enumerate(zip(places.tolist(), weights, strict=True)):
+        total = torch.zeros(outs.shape[1], dtype=torch.float32)
+        for place, weight in zip(own, of_row, strict=True):
+            if place >= 0:
+                total = total + outs[place].float() * weight
+        out = total.to(outs.dtype) if factor == 1.0 else total.to(outs.dtype) * factor
+        if shared is not None:
+            gate = 1.0 if shared.gate is None else torch.sigmoid(shared.gate[row])
+            out = out + shared.rows[row] * gate
+        rows.append(out)
+    return torch.stack(rows) if rows else outs.new_empty(0, outs.shape[1])
 
 
 def _adapted(x: torch.Tensor, out: Array, adapters: RowAdapters | None) -> Array:

@@ -106,6 +106,17 @@ class _Adaptable:
         self._number, self._rows = number, rows
 
     @property
+    def is_adapted(self) -> bool:
+        """Whether an adapter of the step's rows changes the product."""
+        if self._rows.slots is None or self._number is None:
+            return False
+        return any(weight is not None for weight in self._of_slots(self._number))
+
+    def _of_slots(self, number: int) -> Sequence[Any]:
+        """What the adapters of all slots add to the product with this number."""
+        raise NotImplementedError
+
+    @property
     def computes_all_rows(self) -> bool:
         """Whether the step that was to find out gave it all of its rows, once each: for experts the rows they route."""
         return self._num_rows == {0}
@@ -188,13 +199,13 @@ class AdaptableProduct(_Adaptable):
         if self._rows.num_probed:
             self._num_rows.add(x.shape[0] - self._rows.num_probed)
             self._row_dtypes.add(x.dtype)
-        if self._rows.slots is None or self._number is None:
-            return None
-        weights = self._rows.table.products[self._number]
-        if all(weight is None for weight in weights):
+        if self._number is None or not self.is_adapted:
             return None
         slots = self._rows.of_product(x.shape[0])
-        return None if slots is None else RowAdapters(slots, weights)
+        return None if slots is None else RowAdapters(slots, self._of_slots(self._number))
+
+    def _of_slots(self, number: int) -> Sequence[Any]:
+        return self._rows.table.products[number]
 
 
 class HasProducts(ABC):
@@ -242,13 +253,10 @@ class AdaptableExperts(_Adaptable):
         rows = self._rows
         if rows.num_probed:
             self._num_rows.add(num_rows - rows.num_probed)
-        if (
-            rows.slots is None
-            or self._number is None
-            or all(weight is None for weight in rows.table.experts[self._number])
-        ):
-            return None
-        return rows.of_product(num_rows)
+        return rows.of_product(num_rows) if self.is_adapted else None
+
+    def _of_slots(self, number: int) -> Sequence[Any]:
+        return self._rows.table.experts[number]
 
     def linear(
         self, x: torch.Tensor, expert: int, slots: torch.Tensor | None, bias: torch.Tensor | None

@@ -9,7 +9,7 @@ import torch
 
 from baton.runner.backends.attention_call import AttentionCall
 from baton.runner.backends.cpu import kernels
-from baton.runner.backends.cpu.kernels import Packed, PackedHeads, Program
+from baton.runner.backends.cpu.kernels import KernelArgumentError, Packed, PackedHeads, PackedMixture, Program
 from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU
@@ -18,6 +18,7 @@ from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.operations import Activation, Operations
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.ranks.ranks import ONE_RANK, Ranks
+from baton.runner.backends.routing import Routing, SharedRows
 from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.backends.weight_rows import Weight, read_weight
@@ -76,6 +77,38 @@ class CompiledOperations:
         self, x: torch.Tensor, weight: Packed, *, activation: Activation, adapters: RowAdapters | None = None
     ) -> torch.Tensor:
         return kernels.gated_linear(x, weight, activation=activation, threads=self.num_threads, adapters=adapters)
+
+    def pack_mixture(
+        self, ups: Sequence[Packed], downs: Sequence[Packed], activation: Activation
+    ) -> PackedMixture | None:
+        try:
+            return PackedMixture(ups, downs, activation)
+        except KernelArgumentError:
+            return None
+
+    def route(self, logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+        return kernels.route(logits, routing, threads=self.num_threads)
+
+    def mix_experts(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        mixture: PackedMixture,
+        factor: float = 1.0,
+        shared: SharedRows | None = None,
+    ) -> torch.Tensor:
+        return kernels.mix_experts(x, chosen, weights, mixture, factor, shared, threads=self.num_threads)
+
+    def sum_experts(
+        self,
+        outs: torch.Tensor,
+        places: torch.Tensor,
+        weights: torch.Tensor,
+        factor: float = 1.0,
+        shared: SharedRows | None = None,
+    ) -> torch.Tensor:
+        return kernels.sum_experts(outs, places, weights, factor, shared, threads=self.num_threads)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
         return kernels.rms_norm(x, weight, eps, plus_one=plus_one, threads=self.num_threads)

@@ -18,6 +18,7 @@ from baton.runner.backends.key_selection import SelectionCall
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.ranks.ranks import Ranks
+from baton.runner.backends.routing import Routing, SharedRows
 from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall
 from baton.runner.backends.weight_rows import Weight
 
@@ -115,6 +116,48 @@ class Operations(Protocol):
         """The gated product activation(x gateᵀ) * (x upᵀ): x [M, K] to [M, N] in x's dtype.
 
         Adapters change gate and up before the activation.
+        """
+        ...
+
+    def pack_mixture(self, ups: Sequence[Any], downs: Sequence[Any], activation: Activation) -> Any:
+        """Prepare the packed weights of all experts for `mix_experts`; they are kept. `ups`: gated ones.
+
+        None for weights that can only be multiplied one by one.
+        """
+        ...
+
+    def route(self, logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts of logits [T, num_experts], the best first: int32 [T, most], and their weights, float32."""
+        ...
+
+    def mix_experts(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        mixture: Any,
+        factor: float = 1.0,
+        shared: SharedRows | None = None,
+    ) -> torch.Tensor:
+        """The sum of each row's experts: x [T, K], chosen and weights [T, most] as `route` gives them, to [T, K].
+
+        The bits are those of `gated_linear` and `linear` with each expert, and of `sum_experts`. An expert beyond those
+        of the mixture computes nothing.
+        """
+        ...
+
+    def sum_experts(
+        self,
+        outs: torch.Tensor,
+        places: torch.Tensor,
+        weights: torch.Tensor,
+        factor: float = 1.0,
+        shared: SharedRows | None = None,
+    ) -> torch.Tensor:
+        """The sum of the rows `places` (int32 [T, most]; -1: none) of outs, times weights (float32), to [T, K].
+
+        Summed in float32 in the order of each row's places, and rounded; times `factor`, and rounded; plus the shared
+        rows, which are multiplied with their gate's sigmoid and rounded before.
         """
         ...
 

@@ -77,7 +77,7 @@ class ShardedProgram(Program):
         """Record a product: all columns for a weight of `pack`, this rank's alone for one of `pack_own`."""
         if not isinstance(w, ShardedWeight):
             return super().linear(x, w, bias, into=into, product=product)
-        self._require_bias(bias, w.n)
+        self._require_bias(bias, w.n, x.dtype)
         if isinstance(into, str):
             out = self._buffers.shared(into, w.n, x.sampled, self._dtype)
         else:
@@ -150,6 +150,8 @@ class ShardedOperations:
         self.gated_rms_norm = inner.gated_rms_norm
         self.gate = inner.gate
         self.multiply = inner.multiply
+        self.route = inner.route
+        self.sum_experts = inner.sum_experts
         self.rotate = inner.rotate
         self.store_kv = inner.store_kv
         self.paged_attention = inner.paged_attention
@@ -174,6 +176,14 @@ class ShardedOperations:
         columns = self.ranks.shard.columns(num_columns)
         own = [rows_of(weight, columns.start, columns.stop) for weight in (gate, up)] if columns else []
         return self._sharded(num_columns, gate.shape[1], own, self._inner.pack_gated)
+
+    def pack_mixture(self, ups: Sequence[Any], downs: Sequence[Any], activation: Activation) -> None:
+        """None: ranks exchange columns behind each product."""
+        return
+
+    def mix_experts(self, *_arguments: Any, **_named: Any) -> torch.Tensor:
+        """Never called, since `pack_mixture` gives nothing."""
+        raise NotImplementedError("ranks compute experts one by one")
 
     def adapt(self, weight: Any, terms: Sequence[LowRank], dtype: torch.dtype) -> Any:
         """Never called: models in several ranks refuse adapters (`TorchModelRunner.adapters`)."""

@@ -29,6 +29,7 @@ from baton.runner.backends.paged_cache import CacheView, read_blocks, write_rows
 from baton.runner.backends.quantized_product import block_of, narrow_product, require_float8_groups
 from baton.runner.backends.quantized_weight import Float8Weight, NarrowWeight, QuantizedWeight
 from baton.runner.backends.ranks.ranks import ONE_RANK
+from baton.runner.backends.routing import Routing, SharedRows, choose, sum_of_experts
 from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall
 from baton.runner.backends.weight_rows import Weight, read_weight
 
@@ -119,7 +120,7 @@ class TorchOperations:
         self._num_threads = num_threads
 
     def numerics(self) -> str:
-        return f"torch-3-rows-{self.rows_per_call}-threads-{self._num_threads}"
+        return f"torch-4-rows-{self.rows_per_call}-threads-{self._num_threads}"
 
     def program(self, dtype: torch.dtype) -> None:
         """Returns None: these operations have no programs."""
@@ -205,6 +206,30 @@ class TorchOperations:
         if adapters is None:
             return self._in_calls(x, lambda rows: gated(sums(rows)))
         return self._in_calls(self._adapted(x, self._in_calls(x, sums), adapters), gated)
+
+    def pack_mixture(self, ups: Sequence[Any], downs: Sequence[Any], activation: Activation) -> None:
+        """None: experts are multiplied one by one."""
+        return
+
+    def route(self, logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+        # torch rounds differently in the tail of a tensor, so only padding may be in the tail of a call.
+        rows = functional.pad(logits, (0, 0, 0, -logits.shape[0] % self.rows_per_call))
+        chosen, weights = choose(rows, routing)
+        return chosen[: logits.shape[0]], weights[: logits.shape[0]]
+
+    def mix_experts(self, *_arguments: Any, **_named: Any) -> torch.Tensor:
+        """Never called, since `pack_mixture` gives nothing."""
+        raise NotImplementedError("torch multiplies experts one by one")
+
+    def sum_experts(
+        self,
+        outs: torch.Tensor,
+        places: torch.Tensor,
+        weights: torch.Tensor,
+        factor: float = 1.0,
+        shared: SharedRows | None = None,
+    ) -> torch.Tensor:
+        return sum_of_experts(outs, places, weights, factor, shared)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
         return rms_norm(x, weight, eps, plus_one)

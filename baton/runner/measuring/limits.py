@@ -149,6 +149,9 @@ class UnpaddedOperations:
     def pack_gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return torch.cat([gate, up])
 
+    def pack_mixture(self, ups: Sequence[torch.Tensor], downs: Sequence[torch.Tensor], activation: Activation) -> None:
+        return None
+
     def take_rows(self, weight: torch.Tensor, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         return weight[index]
 

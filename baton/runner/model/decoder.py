@@ -39,6 +39,7 @@ from baton.runner.model.loop.steps import (
     operations_of,
 )
 from baton.runner.model.loop.trace import LoopTrace, NotAPlainDecoder, same_bits
+from baton.runner.model.mixtures.fused import FusedMixture
 from baton.runner.model.stage import NoHead
 
 
@@ -139,6 +140,9 @@ class Decoder:
         self._head = head if isinstance(head, PackedLinear) else None
         self._map_logits = trace.logits_map
         self._steps = needed_steps(trace.steps, trace.result)
+        self._mixtures = [
+            step.part for step in self._steps if isinstance(step, Call) and isinstance(step.part, FusedMixture)
+        ]
         self._result = trace.result
         self._width = trace.width
         """The hidden size."""
@@ -155,6 +159,11 @@ class Decoder:
         parts = (step.part for step in self._steps if isinstance(step, Call))
         by_torch = next((part for part in parts if not isinstance(part, FUSED_NORMS + FUSED_MLPS + (Mixer,))), None)
         return "" if by_torch is None else f"{type(by_torch).__name__} is of a kind that Baton's kernels don't fuse"
+
+    @property
+    def _has_program(self) -> bool:
+        """Whether a program can compute the step: its rows may have adapters for which programs have no operations."""
+        return bool(self._programs) and not any(mixture.is_adapted for mixture in self._mixtures)
 
     def compute(
         self,
@@ -178,9 +187,9 @@ class Decoder:
         if self._head is None:
             return ModelOutput(self._run_stage(x, angles), x.new_empty(x.shape[0], 0, dtype=torch.float32))
         needs_head_apart = num_logits is not None and num_logits < logits_rows.shape[0]
-        if self._programs and not needs_head_apart:
+        if self._has_program and not needs_head_apart:
             return self._run(self._programs[_Wanted(sampling, True)], self._head, x, angles, logits_rows)
-        if self._programs:
+        if self._has_program:
             hidden = self._run(self._programs[_Wanted(sampling, False)], None, x, angles, logits_rows).hidden
             self._adapters.rows.keep(logits_rows)
         else:
@@ -316,7 +325,7 @@ class Decoder:
 
     def _run_stage(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """The residual stream behind the last layer of this stage; x may be overwritten."""
-        if not self._programs:
+        if not self._has_program:
             return self._loop(x, *angles, None)
         nothing = torch.empty(0, dtype=torch.int64)
         self._programs[_Wanted(False, False)].run([x, *angles], self._layout, nothing, self._adapters.of_step())

@@ -1,9 +1,9 @@
 """Replaces every product of a model by a row-invariant one: a row's bits don't depend on how many rows there are.
 
 There are four kinds of products: linear layers (modules, which are replaced), experts (fused three-dimensional
-parameters, which are computed through transformers' ExpertsInterface), weights that a module multiplies itself with
-`F.linear` (a mixture's router), which become tensors that intercept the call, and small matrices that are computed for
-each row (`RowMatrices`). `ProductWatch` finds products that were missed.
+parameters, which are computed through transformers' ExpertsInterface: mixtures/experts.py), weights that a module
+multiplies itself with `F.linear` (a mixture's router), which become tensors that intercept the call, and small matrices
+that are computed for each row (`RowMatrices`). `ProductWatch` finds products that were missed.
 """
 
 from __future__ import annotations
@@ -18,24 +18,17 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from baton.runner.adapters.adaptable import AdaptableExperts, AdaptableProduct, HasProducts, hold_parameters, routed
+from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts, hold_parameters
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.device import CPU
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import Weight
-from baton.runner.model.recognition import children_of, gated_activation
+from baton.runner.model.mixtures.experts import PackedExperts
+from baton.runner.model.recognition import children_of
 from baton.runner.model.stored.absent_weight import AbsentWeight, of_products, without_numbers
-from baton.runner.model.stored.layers import (
-    StoredEmbedding,
-    StoredLinear,
-    halves_of,
-    read_packed,
-    take_experts,
-)
+from baton.runner.model.stored.layers import StoredEmbedding, StoredLinear, read_packed
 from baton.runner.model.stored.plan import is_experts, is_linear
-
-EXPERTS_NAME = "baton_experts"
 
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear", "matmul", "_grouped_mm"})
 
@@ -91,6 +84,10 @@ class PackedLinear(nn.Module, HasProducts):
         like = torch.empty((), dtype=dtype, device=self._device)
         return AbsentWeight.of(like.expand(self.out_features, self.in_features), answers)
 
+    def product_in(self, dtype: torch.dtype) -> tuple[AdaptableProduct, Any]:
+        """The product, and its packed weight in a dtype."""
+        return self._product, self._packed_in(dtype)
+
     def _packed_in(self, dtype: torch.dtype) -> Any:
         if dtype not in self._packed_casts:
             weight = self.take_rows(torch.arange(self.out_features, device=self._device))
@@ -143,8 +140,9 @@ class InterceptedWeight(torch.Tensor):
     """A weight that a module passes to `F.linear` itself: that call runs Baton's product, all others see a tensor."""
 
     product: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-    cast: Callable[[torch.dtype], torch.Tensor]
+    cast: Callable[[torch.dtype], InterceptedWeight]
     adaptable: AdaptableProduct
+    packed: Any
 
     @staticmethod
     def of(
@@ -154,14 +152,14 @@ class InterceptedWeight(torch.Tensor):
         intercepted = weight.detach().clone().as_subclass(InterceptedWeight)
         casts = {weight.dtype: intercepted}
 
-        def cast(dtype: torch.dtype) -> torch.Tensor:
+        def cast(dtype: torch.dtype) -> InterceptedWeight:
             if dtype not in casts:
                 casts[dtype] = InterceptedWeight.of(weight.to(dtype), operations, intercepted.adaptable)
             return casts[dtype]
 
         intercepted.cast = cast
         weight = intercepted.as_subclass(torch.Tensor)
-        packed = operations.pack(weight.detach())
+        intercepted.packed = packed = operations.pack(weight.detach())
         own = adaptable or AdaptableProduct(operations, packed, weight.shape[1], [("", weight.shape[0])])
         intercepted.adaptable = own
 
@@ -171,6 +169,10 @@ class InterceptedWeight(torch.Tensor):
 
         intercepted.product = product
         return intercepted
+
+    def product_in(self, dtype: torch.dtype) -> tuple[AdaptableProduct, Any]:
+        """The product, and its packed weight in a dtype."""
+        return self.adaptable, self.cast(dtype).packed
 
     @classmethod
     def __torch_function__(
@@ -246,117 +248,6 @@ def _without_zeros(layer: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
     return out
 
 
-class PackedExperts:
-    """The weights of one experts module, packed for each expert; `release` is called before the module loses them."""
-
-    def __init__(
-        self, operations: Operations, module: Any, row_quantum: int, release: Callable[[nn.Module], None]
-    ) -> None:
-        self._operations = operations
-        self._row_quantum = row_quantum
-        self._up_name = "gate_up_proj" if module.has_gate else "up_proj"
-        # Older releases of transformers don't set it: no experts of theirs have a norm.
-        self._has_norm: bool = getattr(module, "has_post_expert_norm", False)
-        self._held = take_experts(module)
-        self._activation = None
-        if module.has_gate and not module.has_bias:
-            self._activation = gated_activation(module._apply_gate)
-        others = [name for name, _ in module.named_parameters(recurse=False)]
-        self._up = self._pack(module, self._up_name, release, gated=self._activation is not None)
-        self._down = self._pack(module, "down_proj", release)
-        # In the order in which every module of transformers has them.
-        products = {self._up_name: self._up, "down_proj": self._down}
-        hold_parameters(module, products | {name: None for name in others if name not in products})
-
-    def _pack(
-        self, module: Any, name: str, release: Callable[[nn.Module], None], gated: bool = False
-    ) -> AdaptableExperts:
-        num_outputs, num_inputs = self._shape(module, name)
-        if name in self._held:
-            packed, left = [], [*reversed(self._held.pop(name))]
-            while left:  # what is kept of an expert is freed with it
-                packed.append(self._pack_held([read_packed(stored) for stored in left.pop()], gated))
-            return AdaptableExperts(self._operations, packed, num_outputs, num_inputs)
-        packed = []
-        for weight in getattr(module, name).detach():
-            rows = weight.T.contiguous() if module.is_transposed else weight
-            packed.append(self._operations.pack_gated(*rows.chunk(2)) if gated else self._operations.pack(rows))
-        # Before they are deleted: `release` finds the pages to unmap through the module's parameters.
-        release(module)
-        delattr(module, name)
-        return AdaptableExperts(self._operations, packed, num_outputs, num_inputs)
-
-    def _shape(self, module: Any, name: str) -> tuple[int, int]:
-        """The numbers of outputs and of inputs of one expert."""
-        if name in self._held:
-            weights = self._held[name][0]
-            return sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-        _, outputs, inputs = getattr(module, name).shape
-        return (inputs, outputs) if module.is_transposed else (outputs, inputs)
-
-    def _pack_held(self, weights: Sequence[Weight], gated: bool) -> Any:
-        if gated:
-            gate, up = weights if len(weights) == 2 else halves_of(weights[0])
-            return self._operations.pack_gated(gate, up)
-        return self._operations.pack(*weights)
-
-    def compute(
-        self, module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        """The weighted sum of each row's experts: hidden [T, K], index and weights [T, k] to [T, K].
-
-        A row's experts are summed in float32, in the order of the row's own ranking.
-        """
-        num_rows, top_k = top_k_index.shape
-        outs = hidden.new_zeros(num_rows * top_k, hidden.shape[-1])
-        flat_index = top_k_index.reshape(-1)
-        of_up, of_down = self._up.slots(num_rows), self._down.slots(num_rows)
-        slots = of_down if of_up is None else of_up
-        for expert in sorted(set(flat_index.tolist())):
-            if expert >= self._up.num_experts:
-                continue
-            places = (flat_index == expert).nonzero().squeeze(-1)
-            index = places // top_k
-            rows = hidden[index]
-            # torch's elementwise kernels round differently in the tail of a tensor, so only padding may be in the tail.
-            padded = functional.pad(rows, (0, 0, 0, -rows.shape[0] % self._row_quantum))
-            own_slots = routed(slots, index, padded.shape[0])
-            outs[places] = self._expert(module, padded, expert, own_slots)[: rows.shape[0]]
-        # One expert of each row at a time: together their products would be new memory, whose pages take longer to get
-        # than to compute.
-        total = hidden.new_zeros(hidden.shape, dtype=torch.float32)
-        for of_rank, weight in zip(outs.view(num_rows, top_k, -1).unbind(1), top_k_weights.float().T, strict=True):
-            total += of_rank.float() * weight.unsqueeze(-1)
-        return total.to(hidden.dtype)
-
-    def _expert(self, module: Any, rows: torch.Tensor, expert: int, slots: torch.Tensor | None) -> torch.Tensor:
-        if self._activation is not None:
-            inner = self._up.gated_linear(rows, expert, slots, self._activation)
-        else:
-            up = self._up.linear(rows, expert, slots, self._bias(module, self._up_name, expert))
-            inner = (module._apply_gate(up) if module.has_gate else module.act_fn(up)).contiguous()
-        out = self._down.linear(inner, expert, slots, self._bias(module, "down_proj", expert))
-        return module.post_expert_norm(out) if self._has_norm else out
-
-    @staticmethod
-    def _bias(module: Any, name: str, expert: int) -> torch.Tensor | None:
-        return getattr(module, f"{name}_bias")[expert].contiguous() if module.has_bias else None
-
-
-def _experts_forward(
-    module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    experts: PackedExperts = module.baton_experts
-    return experts.compute(module, hidden, top_k_index, top_k_weights)
-
-
-def register() -> None:
-    """Register Baton's experts with transformers under EXPERTS_NAME."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _experts_forward)
-
-
 def head_of(module: Any) -> nn.Module | None:
     """The module that computes a causal language model's logits; None for a model without one."""
     head = module.get_output_embeddings()
@@ -416,6 +307,8 @@ def replace_products(
                 delattr(part, name)
                 weight = InterceptedWeight.of(parameter, operations)
                 object.__setattr__(part, name, weight)
+                if name == "weight":  # of a router, which a mixture may multiply
+                    object.__setattr__(part, "product_in", weight.product_in)
                 held[name] = weight.adaptable
             elif parameter.dim() == 3 and not isinstance(part, nn.Conv1d):
                 delattr(part, name)

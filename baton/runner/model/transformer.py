@@ -47,6 +47,7 @@ from baton.runner.model.latents.recognition import attend_to_latents, refuse_sel
 from baton.runner.model.layers import ProductWatch, RowMatrices, head_of, replace_products
 from baton.runner.model.long_angles import LongAngles, replace_rotary
 from baton.runner.model.loop.trace import LoopTrace, NotAPlainDecoder
+from baton.runner.model.mixtures.recognition import fuse_mixtures
 from baton.runner.model.recognition import fuse
 from baton.runner.model.row_positions import TokensBefore, apart, has_grids
 from baton.runner.model.stage import (
@@ -113,6 +114,7 @@ class Transformer(CachedModel):
         mapped = MappedFiles(model.checkpoint.weight_files)
         with failing_as_unusable(AttributeError, TypeError, KeyError):
             self._why_not_recognised = fuse(model.module, operations, self.row_quantum, mapped.release)
+            fuse_mixtures(model.module, operations, self.dtype)
             # GPUs, and what stands for one in tests, keep keys and values of all heads so far.
             if self.device.type == "cpu" and not isinstance(operations, CudaOperations):
                 attend_to_latents(model.module, operations, mapped.release)

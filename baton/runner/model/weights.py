@@ -22,7 +22,7 @@ from baton.model_formats.model_types import what_instead
 from baton.runner.backends.device import CPU
 from baton.runner.backends.operations import Operations
 from baton.runner.model.checkpoint import Checkpoint, check_numbers, open_checkpoint
-from baton.runner.model.layers import EXPERTS_NAME
+from baton.runner.model.mixtures.experts import EXPERTS_NAME
 from baton.runner.model.model_classes import (
     attention_of,
     derived_class,

@@ -356,7 +356,7 @@ def test_a_quantised_checkpoint_is_not_quantised_again(directory: Path) -> None:
 
 
 def test_operations_that_take_no_integers_refuse_to_quantise(plain_sample: Callable[[str], Sample]) -> None:
-    with pytest.raises(ConfigError, match="int4 weights can't be computed by torch-3-rows"):
+    with pytest.raises(ConfigError, match="int4 weights can't be computed by torch-4-rows"):
         load(plain_sample("llama").directory, quantization="int4", operations=PlainOnly(1))
 
 

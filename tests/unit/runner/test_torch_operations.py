@@ -26,7 +26,7 @@ def test_without_kernels_the_tokens_are_the_same(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(kernels, "available", lambda: absent)
     without = load_tiny(tmp_path, name, seed=1)
     assert without.model.bit_exact
-    assert without.model.numerics.startswith("torch-3-rows-8-threads-1/")
+    assert without.model.numerics.startswith("torch-4-rows-8-threads-1/")
     assert without.model.numerics != with_kernels.model.numerics
     outputs = []
     for runner in (with_kernels, without):
@@ -77,14 +77,14 @@ def load_careless(directory: Path, enough: int, careless: type[Careless] = Carel
 def test_the_smallest_padding_that_is_exact_is_taken(tmp_path: Path) -> None:
     model = load_careless(tmp_path, enough=32)
     assert model.bit_exact
-    assert model.numerics.startswith("torch-3-rows-32-")
+    assert model.numerics.startswith("torch-4-rows-32-")
 
 
 def test_the_smallest_padding_with_which_adapters_are_exact_is_taken(tmp_path: Path) -> None:
-    assert load_careless(tmp_path, 16, CarelessAdapters).numerics.startswith("torch-3-rows-16-")
+    assert load_careless(tmp_path, 16, CarelessAdapters).numerics.startswith("torch-4-rows-16-")
     unfit = load_careless(tmp_path, ROWS_PER_CALL[-1] + 1, CarelessAdapters)
     assert (unfit.bit_exact, Capability.LORA in unfit.capabilities) == (True, False)
-    assert unfit.numerics.startswith(f"torch-3-rows-{ROWS_PER_CALL[0]}-")
+    assert unfit.numerics.startswith(f"torch-4-rows-{ROWS_PER_CALL[0]}-")
     why_none = unfit.compute_paths[-1].why_not_faster
     assert "different bits of a row in adapters' products with a factor of (1, " in why_none
 

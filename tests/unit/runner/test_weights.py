@@ -24,10 +24,11 @@ from baton.errors import ConfigError
 from baton.model_formats.limits import CONTEXT_WITHOUT_POSITIONS
 from baton.runner import TorchSpec, load
 from baton.runner.loading import load_runner
-from baton.runner.model import attention, layers
+from baton.runner.model import attention
 from baton.runner.model import weights as weights_module
 from baton.runner.model.cached_model import row_quantum
 from baton.runner.model.checkpoint import open_checkpoint
+from baton.runner.model.mixtures import experts
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.weights import load_model, resolve_dtype
 from baton.runner.spec import CacheSpec, WeightSpec
@@ -392,7 +393,7 @@ def test_every_token_of_a_random_model_has_a_text(tmp_path: Path) -> None:
 
 def test_no_second_copy_and_no_product_of_torch_is_left(pristine: Path) -> None:
     attention.register()
-    layers.register()
+    experts.register()
     loaded = load_model(pristine, WeightSpec("float32"))
     runner = load_runner(TorchSpec(pristine, dtype="float32", num_blocks=16))
     assert runner.model.bit_exact
@@ -599,7 +600,7 @@ def test_two_threads_may_load_at_once(tmp_path: Path) -> None:
 
     write_random_model(tmp_path, {**TINY_MODELS["qwen2"], "tie_word_embeddings": True}, seed=5)
     attention.register()
-    layers.register()
+    experts.register()
     ties = PreTrainedModel.tie_weights
     try:
         with ThreadPoolExecutor(2) as pool:

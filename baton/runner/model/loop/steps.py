@@ -20,9 +20,10 @@ from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.model.attention import PagedAttention
 from baton.runner.model.fused_layers import FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp
+from baton.runner.model.mixtures.fused import FusedMixture
 
 FUSED_NORMS = (FusedNorm, FusedLayerNorm)
-FUSED_MLPS = (FusedMlp, PlainMlp)
+FUSED_MLPS = (FusedMlp, PlainMlp, FusedMixture)
 
 
 @runtime_checkable

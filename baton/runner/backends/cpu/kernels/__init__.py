@@ -13,6 +13,7 @@ from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.float8 import PackedFloat8Weight
 from baton.runner.backends.cpu.kernels.info import KernelInfo, available
 from baton.runner.backends.cpu.kernels.library import use_isa
+from baton.runner.backends.cpu.kernels.mixture import PackedMixture, mix_experts, route, sum_experts
 from baton.runner.backends.cpu.kernels.product import PackedHeads, PackedWeight, linear_of_heads, pack_heads
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
@@ -38,6 +39,7 @@ __all__ = [
     "Packed",
     "PackedFloat8Weight",
     "PackedHeads",
+    "PackedMixture",
     "PackedQuantizedWeight",
     "PackedWeight",
     "Program",
@@ -51,6 +53,7 @@ __all__ = [
     "gated_rms_norm",
     "linear",
     "linear_of_heads",
+    "mix_experts",
     "multiply",
     "pack",
     "pack_gated",
@@ -59,8 +62,10 @@ __all__ = [
     "recur",
     "rms_norm",
     "rotate",
+    "route",
     "select_keys",
     "store_kv",
+    "sum_experts",
     "take_rows",
     "use_isa",
 ]

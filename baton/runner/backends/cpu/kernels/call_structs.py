@@ -90,11 +90,19 @@ class NormCall(ctypes.Structure):
     ]
 
 
+class GateKind(IntEnum):
+    """`enum gate_function` of csrc/kernels.h."""
+
+    SOFTPLUS = 0
+    SIGMOID = 1
+    PLAIN = 2
+
+
 class GateCall(ctypes.Structure):
     _fields_ = [
         *_fields(_POINTER, "x out bias factor"),
         *_fields(_SIZE, "rows columns x_stride out_stride rows_per_task"),
-        ("is_sigmoid", _INT),
+        ("function", _INT),
     ]
 
 
@@ -111,6 +119,41 @@ class MultiplyCall(ctypes.Structure):
         *_fields(_POINTER, "x by out"),
         *_fields(_SIZE, "rows columns x_stride by_stride rows_per_task"),
         ("multiplier", _INT),
+    ]
+
+
+class RoutingScores(IntEnum):
+    """`enum routing_scores` of csrc/kernels.h."""
+
+    SOFTMAX = 0
+    SIGMOID = 1
+    SOFTMAX_OF_CHOSEN = 2
+
+
+class RouteCall(ctypes.Structure):
+    _fields_ = [
+        *_fields(_POINTER, "logits choice_bias chosen weights"),
+        *_fields(_SIZE, "rows experts most logits_stride rows_per_task groups most_groups"),
+        *_fields(_INT, "scores groups_by_two normalised"),
+        *_fields(_FLOAT, "eps factor"),
+        ("weights_dtype", _INT),
+    ]
+
+
+class SumCall(ctypes.Structure):
+    _fields_ = [
+        *_fields(_POINTER, "outs places weights shared gate out"),
+        *_fields(_SIZE, "rows most n rows_per_task"),
+        ("factor", _FLOAT),
+    ]
+
+
+class MixtureCall(ctypes.Structure):
+    _fields_ = [
+        *_fields(LinearCall, "up down"),
+        *_fields(_POINTER, "ups downs x chosen gathered inner quantized"),
+        *_fields(_SIZE, "experts x_stride"),
+        ("sum", SumCall),
     ]
 
 
@@ -205,6 +248,8 @@ class OperationKind(IntEnum):
     RECUR = 9
     GATE = 10
     MULTIPLY = 11
+    ROUTE = 12
+    MIXTURE = 13
 
 
 OPERATION_NAMES = {
@@ -220,6 +265,8 @@ OPERATION_NAMES = {
     OperationKind.RECUR: "recur",
     OperationKind.GATE: "gate",
     OperationKind.MULTIPLY: "multiply",
+    OperationKind.ROUTE: "route",
+    OperationKind.MIXTURE: "mix_experts",
 }
 """The method of `Program` by which an operation is recorded."""
 
@@ -246,6 +293,8 @@ class Call(ctypes.Union):
         ("recurrence", KernelRecurrenceCall),
         ("gate", GateCall),
         ("multiply", MultiplyCall),
+        ("route", RouteCall),
+        ("mixture", MixtureCall),
     ]
 
 
@@ -255,8 +304,9 @@ class Place(ctypes.Structure):
 
 class Operation(ctypes.Structure):
     _fields_ = [
-        *_fields(_INT64, "kind which_rows group product second_stride"),
+        *_fields(_INT64, "kind which_rows group dtype product second_stride"),
         *_fields(Place, "x out second third fourth fifth"),
+        ("room", Place * 4),
         ("call", Call),
     ]
 
@@ -291,6 +341,9 @@ _STRUCTURES: dict[str, type[ctypes.Structure | ctypes.Union]] = {
     "norm_call": NormCall,
     "gate_call": GateCall,
     "multiply_call": MultiplyCall,
+    "route_call": RouteCall,
+    "sum_call": SumCall,
+    "mixture_call": MixtureCall,
     "rotate_call": RotateCall,
     "store_call": StoreCall,
     "attention_call": KernelAttentionCall,
@@ -311,6 +364,8 @@ _ENUMS: dict[str, type[IntEnum]] = {
     "operation_kind": OperationKind,
     "cache_format": CacheFormat,
     "multiplier": Multiplier,
+    "gate_function": GateKind,
+    "routing_scores": RoutingScores,
     "number": Number,
 }
 

@@ -13,6 +13,7 @@ from baton.runner.backends.attention_call import AttentionCall, AttentionFeature
 from baton.runner.backends.cpu.kernel_file import KernelsUnavailable
 from baton.runner.backends.cpu.kernels.attention import SCALE_BYTES, paged_attention, store_kv
 from baton.runner.backends.cpu.kernels.library import CACHE_FORMATS, isa_name, library
+from baton.runner.backends.cpu.kernels.mixture import route, sum_experts
 from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.rows import (
     GateActivation,
@@ -27,6 +28,7 @@ from baton.runner.backends.cpu.kernels.states import convolve, recur
 from baton.runner.backends.cpu.kernels.weights import gated_linear, linear, pack, pack_gated
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.quantized_weight import Float8Weight, QuantizedWeight
+from baton.runner.backends.routing import Routing, Scores, SharedRows
 from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall, StateStep, StateView
 
 
@@ -64,7 +66,7 @@ def _numerics(_isa: str) -> str:
     """The fingerprint of the instruction set in use, computed once for each: loading a model asks three times."""
     digest = hashlib.sha256()
     for dtype in (torch.float32, torch.bfloat16):
-        for probe in (_rounding_noise, _rows_probe, _quantized_probe, _float8_probe, _states_probe):
+        for probe in (_rounding_noise, _rows_probe, _quantized_probe, _float8_probe, _states_probe, _mixture_probe):
             digest.update(_bytes(probe(dtype)))
         for cache_dtype in (dtype, *CACHE_FORMATS):
             digest.update(_bytes(_attention_probe(dtype, cache_dtype)))
@@ -170,6 +172,17 @@ def _states_probe(dtype: torch.dtype) -> torch.Tensor:
     heads_of_x, activations = x.view(rows, 2, 35), typing.get_args(GateActivation)
     parts += [gated_rms_norm(heads_of_x, heads_of_x, x[0, :35], 1e-6, by, threads=1) for by in activations]
     parts += [multiply(x, x.flip(1), function, threads=1) for function in (None, *functions)]
+    return torch.cat([part.float().flatten() for part in parts])
+
+
+def _mixture_probe(dtype: torch.dtype) -> torch.Tensor:
+    """Experts chosen by both kinds of scores, and sums of their rows with shared ones."""
+    logits, rows = (_noise(20, 24) * 4).to(dtype), _noise(40, 70).to(dtype)
+    parts = []
+    for scores in typing.get_args(Scores):
+        chosen, weights = route(logits, Routing(24, 3, scores, dtype, normalised=True), threads=1)
+        shared = SharedRows(rows[:20], rows[20:, :1].contiguous())
+        parts += [chosen, weights, sum_experts(rows, chosen, weights, 0.7, shared, threads=1)]
     return torch.cat([part.float().flatten() for part in parts])
 
 

@@ -55,6 +55,9 @@ class Library:
     recur: Callable[..., int]
     gate: Callable[..., int]
     multiply: Callable[..., int]
+    route: Callable[..., int]
+    sum_experts: Callable[..., int]
+    mixture: Callable[..., int]
     gated_norm: Callable[..., int]
     take_rows: Callable[..., int]
     rms_norm: Callable[..., int]
@@ -109,7 +112,17 @@ def library() -> Library:
     functions.baton_float8_rows.argtypes = [integer, integer, size] + [pointer] * 3 + [size] * 4 + [integer]
     functions.baton_attention.argtypes = [integer, integer, pointer, integer]
     functions.baton_store_kv.argtypes = [pointer]
-    for name in ("select_keys", "convolve", "recur", "gate", "gated_norm", "multiply"):
+    for name in (
+        "select_keys",
+        "convolve",
+        "recur",
+        "gate",
+        "gated_norm",
+        "multiply",
+        "route",
+        "sum_experts",
+        "mixture",
+    ):
         getattr(functions, f"baton_{name}").argtypes = [integer, integer, pointer, integer]
     functions.baton_take_rows.argtypes = [integer, integer, pointer, pointer, pointer, size, size, size, integer]
     norm = [integer, integer] + [pointer] * 5 + [size] * 5
@@ -121,7 +134,7 @@ def library() -> Library:
     functions.baton_barrier_abort.argtypes = [pointer]
     functions.baton_barrier_abort.restype = None
     functions.baton_barrier_sleep_at_once.restype = None
-    functions.baton_run_program.argtypes = [integer, integer, pointer, size, pointer, integer, pointer]
+    functions.baton_run_program.argtypes = [integer, pointer, size, pointer, integer, pointer]
     fork_join = _torch_fork_join()
     if fork_join is not None:
         functions.baton_set_parallel(fork_join)
@@ -142,6 +155,9 @@ def library() -> Library:
         recur=functions.baton_recur,
         gate=functions.baton_gate,
         multiply=functions.baton_multiply,
+        route=functions.baton_route,
+        sum_experts=functions.baton_sum_experts,
+        mixture=functions.baton_mixture,
         gated_norm=functions.baton_gated_norm,
         take_rows=functions.baton_take_rows,
         rms_norm=functions.baton_rms_norm,

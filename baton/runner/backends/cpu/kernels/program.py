@@ -31,6 +31,8 @@ from baton.runner.backends.cpu.kernels.buffers import Buffers, Rows
 from baton.runner.backends.cpu.kernels.call_structs import (
     OPERATION_NAMES,
     Call,
+    GateCall,
+    GateKind,
     LinearCall,
     NormCall,
     Operation,
@@ -45,6 +47,7 @@ from baton.runner.backends.cpu.kernels.call_structs import (
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.float8 import PackedFloat8Weight
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
+from baton.runner.backends.cpu.kernels.mixture import PackedMixture, route_structure
 from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, NOT_GATED, Activation, PackedWeight
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
 from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction, gate_structure, multiply_structure
@@ -59,6 +62,7 @@ from baton.runner.backends.cpu.kernels.states import (
 from baton.runner.backends.cpu.kernels.weights import Packed, PackedPart, StackedWeight, columns_of
 from baton.runner.backends.device import CPU
 from baton.runner.backends.paged_cache import CacheView
+from baton.runner.backends.routing import Routing
 from baton.runner.backends.state_calls import StateView
 
 
@@ -106,10 +110,11 @@ class Program:
     ) -> Rows:
         """Record the product of x and the weight transposed, plus bias; float32 rows `into` keep the sums unrounded.
 
+        Of float32 rows x the result is float32, too, and adapters don't change it.
         `product`: its number in the tables of adapters that steps have; None: adapters don't change it.
         """
-        self._require_bias(bias, w.n)
-        out = self._out(into, w.n, x.sampled)
+        self._require_bias(bias, w.n, x.dtype)
+        out = self._out(into, w.n, x.sampled, x.dtype)
         self._multiply_all(x, w, bias, out, product)
         return out
 
@@ -150,6 +155,57 @@ class Program:
         call.x_stride, call.out_stride = x.stride, out.stride
         self._kept += [bias, factor]
         self._record(OperationKind.GATE, x, Call(gate=call), out=out)
+        return out
+
+    def widened(self, x: Rows, *, into: str) -> Rows:
+        """Record x in float32."""
+        call = GateCall(columns=x.width, x_stride=x.stride, out_stride=x.width, function=GateKind.PLAIN)
+        out = self._buffers.scratch(into, x.width, x.sampled, torch.float32)
+        self._record(OperationKind.GATE, x, Call(gate=call), out=out)
+        return out
+
+    def route(self, logits: Rows, routing: Routing, *, into: str) -> tuple[Rows, Rows]:
+        """Record the choice of each row's experts: int32 rows of them, and float32 rows of their weights."""
+        call = route_structure(logits.width, routing)
+        if logits.stride != logits.width:
+            raise KernelArgumentError("logits", "must be whole rows")
+        chosen = self._buffers.scratch(f"{into} chosen", routing.most, logits.sampled, torch.int32)
+        weights = self._buffers.scratch(f"{into} weights", routing.most, logits.sampled, torch.float32)
+        self._kept.append(routing)
+        self._record(OperationKind.ROUTE, logits, Call(route=call), out=weights, operands=(chosen,))
+        return chosen, weights
+
+    def mix_experts(
+        self,
+        x: Rows,
+        chosen: Rows,
+        weights: Rows,
+        mixture: PackedMixture,
+        factor: float,
+        shared: Rows | None,
+        gate: Rows | None,
+        *,
+        into: str | Rows,
+    ) -> Rows:
+        """Record the weighted sum of each row's experts, times the factor, plus shared rows times sigmoid(gate)."""
+        whole = [rows for rows in (x, shared, gate) if rows is not None]
+        if x.width != mixture.k or any(rows.stride != rows.width for rows in whole):
+            raise KernelArgumentError("x", f"must be whole rows of {mixture.k}")
+        most, size = chosen.width, self._dtype.itemsize
+        call = mixture.structure(self._dtype, factor, most)
+        room = [
+            self._buffers.scratch(name, -(-most * row_bytes // size), x.sampled)
+            for name, row_bytes in (
+                ("gathered rows", mixture.gathered_bytes or mixture.k * size),
+                ("inner rows", mixture.inner * size),
+                ("quantized rows", mixture.quantized_bytes or 0),
+                ("rows of experts", mixture.k * size),
+            )
+        ]
+        out = self._out(into, mixture.k, x.sampled)
+        self._kept.append(mixture)
+        operands = (chosen, weights, shared, gate)
+        self._record(OperationKind.MIXTURE, x, Call(mixture=call), out=out, operands=operands, room=room)
         return out
 
     def multiply(self, x: Rows, by: Rows, activation: GateFunction | None, *, into: str | Rows) -> Rows:
@@ -304,9 +360,7 @@ class Program:
         count = len(self._operations)
         times = (ctypes.c_int64 * (count + 1))() if self.timing else None
         run = library().run_program
-        check_status(
-            run(self._isa, DTYPES[self._dtype], self._operations, count, ctypes.byref(step), self._threads, times)
-        )
+        check_status(run(self._isa, self._operations, count, ctypes.byref(step), self._threads, times))
         if adapters is not None:
             del kept  # the memory that the step pointed to
         if times is not None:
@@ -348,9 +402,9 @@ class Program:
     def _attended(self) -> None:
         """Called when attention is recorded."""
 
-    def _require_bias(self, bias: torch.Tensor | None, n: int) -> None:
-        if bias is not None and (bias.shape != (n,) or bias.dtype != self._dtype or not bias.is_contiguous()):
-            raise KernelArgumentError("bias", f"must be [{n}] {self._dtype}, contiguous")
+    def _require_bias(self, bias: torch.Tensor | None, n: int, dtype: torch.dtype) -> None:
+        if bias is not None and (bias.shape != (n,) or bias.dtype != dtype or not bias.is_contiguous()):
+            raise KernelArgumentError("bias", f"must be [{n}] {dtype}, contiguous")
 
     def _multiply_all(
         self, x: Rows, w: Packed, bias: torch.Tensor | None, out: Rows, product: int | None = None
@@ -396,15 +450,15 @@ class Program:
         if isinstance(w, PackedQuantizedWeight):
             x = self._quantize(x, w)
             call.format, call.x_stride = ctypes.addressof(w.format), w.row_bytes
-        elif w.isa != self._isa or (isinstance(w, PackedWeight) and w.dtype != self._dtype):
-            raise KernelArgumentError("w", f"must be packed for this instruction set from {self._dtype}")
+        elif w.isa != self._isa or (isinstance(w, PackedWeight) and w.dtype != x.dtype):
+            raise KernelArgumentError("w", f"must be packed for this instruction set from {x.dtype}")
         elif w.padded_k != w.k:
             raise KernelArgumentError("x", f"has {x.width} columns, the packed weight {w.padded_k}")
         elif isinstance(w, PackedFloat8Weight):
             call.scale_group = w.group
         self._kept += [w, bias]
         if adapted is None:
-            self._record(OperationKind.LINEAR, x, Call(linear=call), out=out)
+            self._record(OperationKind.LINEAR, x, Call(linear=call), out=out, dtype=given.dtype)
             return
         self._record(
             OperationKind.LINEAR, x, Call(linear=call), out=out, operands=(given,), product=len(self._products)
@@ -459,13 +513,21 @@ class Program:
         operands: Sequence[Rows | None] = (),
         group: int = 0,
         product: int = -1,
+        room: Sequence[Rows] = (),
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """`operands`: the second to the fifth, as far as there are any (csrc/program.c)."""
+        """`operands`: the second to the fifth, as far as there are any (csrc/program.c). `room`: of a mixture.
+
+        `dtype`: that of x, which may be float32 for a product; None: the program's.
+        """
         of = x if out is None else out
-        # A recurrence has checked its decays and betas, and a rotation its angles, which may be float32.
-        alike = {OperationKind.RECUR: 2, OperationKind.ROTATE: 0}.get(kind, len(operands))
-        same = [x, *operands[:alike]]
-        if kind not in (OperationKind.LINEAR, OperationKind.GATE):
+        dtype = (x.dtype if x is not None and kind is OperationKind.ROUTE else self._dtype) if dtype is None else dtype
+        # Those that recurrences, rotations and routes have checked may be float32.
+        alike = {OperationKind.RECUR: 2, OperationKind.ROTATE: 0, OperationKind.ROUTE: 0, OperationKind.MIXTURE: 0}
+        same = [*operands[: alike.get(kind, len(operands))]]
+        if kind not in (OperationKind.LINEAR, OperationKind.ROUTE):
+            same.append(x)
+        if kind not in (OperationKind.LINEAR, OperationKind.GATE, OperationKind.ROUTE):
             same.append(out)
         if any(rows is not None and rows.dtype != self._dtype for rows in same):
             raise KernelArgumentError(
@@ -474,15 +536,20 @@ class Program:
         places = [self._place(rows) for rows in (x, out, *operands, *[None] * (4 - len(operands)))]
         second = operands[0] if operands else None
         stride = 0 if second is None else second.stride
-        self._recorded.append(Operation(kind, of is not None and of.sampled, group, product, stride, *places, call))
+        of_room = (Place * 4)(*(self._place(rows) for rows in (*room, *[None] * (4 - len(room)))))
+        which = of is not None and of.sampled
+        self._recorded.append(Operation(kind, which, group, DTYPES[dtype], product, stride, *places, of_room, call))
         self._num_groups = max(self._num_groups, group + 1)
 
     def _place(self, rows: Rows | None) -> Place:
         return Place(-1, 0) if rows is None else Place(rows.buffer, rows.first * rows.dtype.itemsize)
 
-    def _out(self, into: str | Rows, width: int, sampled: bool) -> Rows:
-        """The rows for a result: of the scratch buffer with the name `into`, or of an argument."""
-        out = self._buffers.scratch(into, width, sampled) if isinstance(into, str) else into
+    def _out(self, into: str | Rows, width: int, sampled: bool, dtype: torch.dtype | None = None) -> Rows:
+        """The rows for a result: of the scratch buffer with the name `into`, or of an argument.
+
+        `dtype`: of a scratch buffer; None: the program's.
+        """
+        out = self._buffers.scratch(into, width, sampled, dtype) if isinstance(into, str) else into
         if (out.width, out.stride, out.sampled) != (width, width, sampled):
             raise KernelArgumentError("into", f"must be whole rows of {width}")
         return out

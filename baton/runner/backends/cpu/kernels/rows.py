@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from baton.runner.backends.cpu.kernels.call_structs import GateCall, Multiplier, MultiplyCall, NormCall
+from baton.runner.backends.cpu.kernels.call_structs import GateCall, GateKind, Multiplier, MultiplyCall, NormCall
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
 
@@ -166,7 +166,7 @@ def gate_structure(n: int, function: GateFunction, bias: torch.Tensor | None, fa
         bias=None if bias is None else bias.data_ptr(),
         factor=None if factor is None else factor.data_ptr(),
         columns=n,
-        is_sigmoid=function == "sigmoid",
+        function=GateKind[function.upper()],
     )
 
 

@@ -71,27 +71,48 @@ static void plan_linear(struct linear_call *call, size_t step, size_t rows_of_su
     if (together > 1) call->groups_per_task = together;
 }
 
-struct work linear_work(struct linear_call *call, const struct isa *isa, enum dtype dtype, int n_threads) {
-    const struct quantized_kernels *quantized = call->format != NULL ? quantized_kernels(isa) : NULL;
-    const int is_float8 = call->scale_group > 0;
-    struct work work = {.function = is_float8 ? isa->linear_float8[dtype] : isa->linear[dtype], .job = call};
-    size_t step = isa->linear_rows, rows_of_sums = dtype == DTYPE_BFLOAT16 || is_float8 ? isa->rows_of_sums : 0;
-    int groups_take_turns = isa->groups_take_turns && !is_float8;
-    if (call->m == 0 || call->n == 0) return work;
-    if (quantized != NULL) {
-        work.function = quantized->linear[dtype];
-        step = quantized->linear_rows;
-        rows_of_sums = QUANTIZED_ROWS_OF_SUMS;
-        groups_take_turns = 0;
+/* How an instruction set computes a product. */
+struct linear_way {
+    task_function function;
+    size_t step, rows_of_sums;
+    int groups_take_turns;
+};
+
+static struct linear_way linear_way(const struct linear_call *call, const struct isa *isa, enum dtype dtype) {
+    if (call->format != NULL) {
+        const struct quantized_kernels *quantized = quantized_kernels(isa);
+        return (struct linear_way){quantized->linear[dtype], quantized->linear_rows, QUANTIZED_ROWS_OF_SUMS, 0};
     }
-    plan_linear(call, step, rows_of_sums, groups_take_turns, n_threads < 1 ? 1 : (size_t)n_threads);
+    if (call->scale_group > 0) return (struct linear_way){isa->linear_float8[dtype], isa->linear_rows, isa->rows_of_sums, 0};
+    return (struct linear_way){isa->linear[dtype], isa->linear_rows, dtype == DTYPE_BFLOAT16 ? isa->rows_of_sums : 0,
+                               isa->groups_take_turns};
+}
+
+/* sums: the most rows of sums, of one group of columns each, that a task has at a time. */
+static size_t scratch_of_sums(const struct linear_call *call, const struct linear_way *way, size_t sums) {
+    if (sums < way->step) sums = way->step;
+    size_t bytes = (sums * GROUP_COLUMNS + way->step * (call->format == NULL ? call->k : 0)) * sizeof(float);
+    if (call->scale_group > 0) bytes += sums * GROUP_COLUMNS * sizeof(float) + MANY_WIDENED_BYTES; /* sums beside the totals */
+    return bytes;
+}
+
+struct work linear_work(struct linear_call *call, const struct isa *isa, enum dtype dtype, int n_threads) {
+    const struct linear_way way = linear_way(call, isa, dtype);
+    struct work work = {.function = way.function, .job = call};
+    if (call->m == 0 || call->n == 0) return work;
+    plan_linear(call, way.step, way.rows_of_sums, way.groups_take_turns, n_threads < 1 ? 1 : (size_t)n_threads);
     size_t across = (column_groups(call) + call->groups_per_task - 1) / call->groups_per_task;
-    size_t sums = call->rows_per_task * (groups_take_turns ? call->groups_per_task : 1);
-    if (sums < step) sums = step;
     work.n_tasks = across * ((call->m + call->rows_per_task - 1) / call->rows_per_task);
-    work.scratch_bytes = (sums * GROUP_COLUMNS + step * (quantized == NULL ? call->k : 0)) * sizeof(float);
-    if (is_float8) work.scratch_bytes += sums * GROUP_COLUMNS * sizeof(float) + MANY_WIDENED_BYTES; /* sums beside the totals */
+    work.scratch_bytes = scratch_of_sums(call, &way, call->rows_per_task * (way.groups_take_turns ? call->groups_per_task : 1));
     return work;
+}
+
+size_t linear_scratch_bytes(const struct linear_call *call, size_t rows, const struct isa *isa, enum dtype dtype) {
+    const struct linear_way way = linear_way(call, isa, dtype);
+    if (way.rows_of_sums > 0 && rows > way.rows_of_sums) rows = way.rows_of_sums;
+    rows = (rows + way.step - 1) / way.step * way.step;
+    size_t together = SUMS_BYTES / (GROUP_COLUMNS * sizeof(float));
+    return scratch_of_sums(call, &way, way.groups_take_turns && rows < together ? together : rows);
 }
 
 static void multiply_heads(const void *job, size_t task, void *scratch) {
@@ -135,6 +156,21 @@ struct work gate_work(struct gate_call *call, const struct isa *isa, enum dtype 
     struct work work = {.function = isa->gate[dtype], .job = call};
     call->rows_per_task = worthwhile(call->columns);
     if (call->columns > 0) work.n_tasks = (call->rows + call->rows_per_task - 1) / call->rows_per_task;
+    return work;
+}
+
+struct work route_work(struct route_call *call, const struct isa *isa, enum dtype dtype) {
+    struct work work = {.function = isa->route[dtype], .job = call};
+    call->rows_per_task = worthwhile(call->experts * (call->most + 1));
+    work.n_tasks = (call->rows + call->rows_per_task - 1) / call->rows_per_task;
+    work.scratch_bytes = (2 * padded_lanes(call->experts) + padded_lanes(call->most) + call->groups) * sizeof(float) + call->experts + call->groups;
+    return work;
+}
+
+struct work sum_work(struct sum_call *call, const struct isa *isa, enum dtype dtype) {
+    struct work work = {.function = isa->sum_experts[dtype], .job = call};
+    call->rows_per_task = worthwhile(call->n * call->most);
+    work.n_tasks = (call->rows + call->rows_per_task - 1) / call->rows_per_task;
     return work;
 }
 
@@ -263,6 +299,25 @@ int baton_gated_norm(int isa, int dtype, struct norm_call *call, int n_threads) 
 int baton_gate(int isa, int dtype, struct gate_call *call, int n_threads) {
     struct work work = gate_work(call, isas[isa], (enum dtype)dtype);
     return run_works(&work, 1, n_threads, NULL);
+}
+
+int baton_route(int isa, int dtype, struct route_call *call, int n_threads) {
+    struct work work = route_work(call, isas[isa], (enum dtype)dtype);
+    return run_works(&work, 1, n_threads, NULL);
+}
+
+int baton_sum_experts(int isa, int dtype, struct sum_call *call, int n_threads) {
+    struct work work = sum_work(call, isas[isa], (enum dtype)dtype);
+    return run_works(&work, 1, n_threads, NULL);
+}
+
+int baton_mixture(int isa, int dtype, struct mixture_call *call, int n_threads) {
+    struct mixture_job job;
+    struct work works[MIXTURE_WORKS];
+    int status = plan_mixture(&job, call, isas[isa], (enum dtype)dtype, n_threads);
+    if (status == STATUS_OK) status = run_works(works, mixture_works(&job, works), n_threads, NULL);
+    free_mixture_plan(&job);
+    return status;
 }
 
 int baton_multiply(int isa, int dtype, struct multiply_call *call, int n_threads) {

@@ -140,12 +140,13 @@ struct norm_call {
 };
 
 /* Gates in float32: factor * function(x + bias). */
+enum gate_function { GATE_SOFTPLUS, GATE_SIGMOID, GATE_PLAIN }; /* ln(1 + e^x); GATE_PLAIN: x itself, which is widened */
 struct gate_call {
     const void *x;              /* [rows, columns]; x_stride: elements from row to row */
     float *out;                 /* [rows, columns]; out_stride: elements from row to row */
     const float *bias, *factor; /* [columns] or NULL */
     size_t rows, columns, x_stride, out_stride, rows_per_task;
-    int is_sigmoid; /* otherwise softplus, ln(1 + e^x) */
+    int function; /* enum gate_function */
 };
 
 /* What x is multiplied with: by itself, or a function of it. */
@@ -157,6 +158,44 @@ struct multiply_call {
     void *out;          /* contiguous */
     size_t rows, columns, x_stride, by_stride, rows_per_task;
     int multiplier; /* enum multiplier */
+};
+
+/* How a router chooses the experts of each row, the best first, from scores that are functions of the row's logits. */
+enum routing_scores { SCORES_SOFTMAX, SCORES_SIGMOID, SCORES_SOFTMAX_OF_CHOSEN }; /* the last one: the logits; weights are softmax */
+struct route_call {
+    const void *logits;       /* [rows, experts] of the kernel's dtype */
+    const float *choice_bias; /* [experts], added to the scores for the choice alone; NULL: nothing is */
+    int32_t *chosen;          /* [rows, most] */
+    float *weights;           /* [rows, most] */
+    size_t rows, experts, most, logits_stride, rows_per_task;
+    size_t groups, most_groups;     /* only experts of the most_groups best groups of neighbours are chosen; groups 1: of all */
+    int scores;                     /* enum routing_scores */
+    int groups_by_two, normalised;  /* a group counts as the sum of its two best experts, otherwise as its best; weights / (sum + eps) */
+    float eps, factor;              /* what the sum of weights is divided with, too; and what they are multiplied with at last */
+    enum dtype weights_dtype;       /* to which they are rounded */
+};
+
+/* The weighted sum of each row's experts, in float32 and in the order of `chosen`; then rounded, times the factor, and rounded. */
+struct sum_call {
+    const void *outs;      /* [places, n]: what the experts gave */
+    const int32_t *places; /* [rows, most]: in which row of outs an expert's result is; -1: there is none */
+    const float *weights;  /* [rows, most] */
+    const void *shared;    /* [rows, n], added to the sum; NULL: nothing is */
+    const void *gate;      /* [rows]: shared is multiplied with its sigmoid first, each rounded; NULL: it is not */
+    void *out;             /* [rows, n] */
+    size_t rows, most, n, rows_per_task;
+    float factor;
+};
+
+/* The experts of a mixture, gated MLPs that are all packed alike, and the rows that they compute (mixture.c). */
+struct mixture_call {
+    struct linear_call up, down;            /* of one expert, without what depends on the step */
+    const void *const *ups, *const *downs;  /* [experts]: the packed weights */
+    const void *x;                          /* [rows, up.k]; x_stride: elements from row to row */
+    const int32_t *chosen;                  /* [rows, sum.most]: an expert beyond the last one computes nothing */
+    void *gathered, *inner, *quantized;     /* room for each chosen expert's row: of x, of up's result and, for a quantized down, of that */
+    size_t experts, x_stride;
+    struct sum_call sum; /* outs: room as the others */
 };
 
 struct rotate_call {
@@ -380,6 +419,8 @@ struct isa {
     task_function recur[2];
     task_function gate[2];
     task_function multiply[2];
+    task_function route[2];
+    task_function sum_experts[2];
     size_t step_pairs;   /* pairs of k in a step of packed bfloat16 weights */
     size_t linear_rows;  /* rows of x that a vector kernel has in scratch at a time */
     size_t rows_of_sums; /* the most rows of a bfloat16 task, which has the sums of all its rows in scratch */
@@ -442,6 +483,23 @@ struct work norm_work(struct norm_call *call, const struct isa *isa, enum dtype 
 struct work shrink_work(struct shrink_call *call, const struct isa *isa, enum dtype dtype);
 struct work gate_work(struct gate_call *call, const struct isa *isa, enum dtype dtype);
 struct work multiply_work(struct multiply_call *call, const struct isa *isa, enum dtype dtype);
+struct work route_work(struct route_call *call, const struct isa *isa, enum dtype dtype);
+struct work sum_work(struct sum_call *call, const struct isa *isa, enum dtype dtype);
+/* How much scratch any product of at most `rows` rows needs, however it is cut into tasks. */
+size_t linear_scratch_bytes(const struct linear_call *call, size_t rows, const struct isa *isa, enum dtype dtype);
+/* Which expert computes which rows of a step, and memory for it; the caller frees it, also after an error. */
+enum { MIXTURE_WORKS = 6 };
+struct mixture_job {
+    struct mixture_call *call;
+    struct mixture_plan *plan;
+    const struct isa *isa;
+    enum dtype dtype;
+    int n_threads;
+};
+int plan_mixture(struct mixture_job *job, struct mixture_call *call, const struct isa *isa, enum dtype dtype, int n_threads);
+void free_mixture_plan(struct mixture_job *job);
+/* Writes the works of a planned mixture; returns how many. */
+size_t mixture_works(struct mixture_job *job, struct work works[MIXTURE_WORKS]);
 struct work rotate_work(struct rotate_call *call, const struct isa *isa, enum dtype dtype);
 struct work store_work(struct store_call *call);
 /* Appends one work or, where requests share tiles, two; returns how many. */

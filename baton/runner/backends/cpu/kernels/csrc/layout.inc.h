@@ -53,12 +53,29 @@ static const struct layout_entry layout[] = {
     WHOLE(struct gate_call, "gate_call"),
     FIELD(gate_call, x), FIELD(gate_call, out), FIELD(gate_call, bias), FIELD(gate_call, factor), FIELD(gate_call, rows),
     FIELD(gate_call, columns), FIELD(gate_call, x_stride), FIELD(gate_call, out_stride), FIELD(gate_call, rows_per_task),
-    FIELD(gate_call, is_sigmoid),
+    FIELD(gate_call, function),
 
     WHOLE(struct multiply_call, "multiply_call"),
     FIELD(multiply_call, x), FIELD(multiply_call, by), FIELD(multiply_call, out), FIELD(multiply_call, rows),
     FIELD(multiply_call, columns), FIELD(multiply_call, x_stride), FIELD(multiply_call, by_stride),
     FIELD(multiply_call, rows_per_task), FIELD(multiply_call, multiplier),
+
+    WHOLE(struct route_call, "route_call"),
+    FIELD(route_call, logits), FIELD(route_call, choice_bias), FIELD(route_call, chosen), FIELD(route_call, weights),
+    FIELD(route_call, rows), FIELD(route_call, experts), FIELD(route_call, most), FIELD(route_call, logits_stride),
+    FIELD(route_call, rows_per_task), FIELD(route_call, groups), FIELD(route_call, most_groups), FIELD(route_call, scores),
+    FIELD(route_call, groups_by_two), FIELD(route_call, normalised), FIELD(route_call, eps), FIELD(route_call, factor),
+    FIELD(route_call, weights_dtype),
+
+    WHOLE(struct sum_call, "sum_call"),
+    FIELD(sum_call, outs), FIELD(sum_call, places), FIELD(sum_call, weights), FIELD(sum_call, shared), FIELD(sum_call, gate),
+    FIELD(sum_call, out), FIELD(sum_call, rows), FIELD(sum_call, most), FIELD(sum_call, n), FIELD(sum_call, rows_per_task),
+    FIELD(sum_call, factor),
+
+    WHOLE(struct mixture_call, "mixture_call"),
+    FIELD(mixture_call, up), FIELD(mixture_call, down), FIELD(mixture_call, ups), FIELD(mixture_call, downs), FIELD(mixture_call, x),
+    FIELD(mixture_call, chosen), FIELD(mixture_call, gathered), FIELD(mixture_call, inner), FIELD(mixture_call, quantized),
+    FIELD(mixture_call, experts), FIELD(mixture_call, x_stride), FIELD(mixture_call, sum),
 
     WHOLE(struct rotate_call, "rotate_call"),
     FIELD(rotate_call, x), FIELD(rotate_call, cos), FIELD(rotate_call, sin), FIELD(rotate_call, tokens),
@@ -127,9 +144,9 @@ static const struct layout_entry layout[] = {
 
     WHOLE(struct operation, "operation"),
     FIELD(operation, kind), FIELD(operation, which_rows), FIELD(operation, group),
-    FIELD(operation, product), FIELD(operation, second_stride), FIELD(operation, x),
+    FIELD(operation, dtype), FIELD(operation, product), FIELD(operation, second_stride), FIELD(operation, x),
     FIELD(operation, out), FIELD(operation, second), FIELD(operation, third), FIELD(operation, fourth), FIELD(operation, fifth),
-    FIELD(operation, call),
+    FIELD(operation, room), FIELD(operation, call),
 
     WHOLE(struct step_group, "step_group"),
     FIELD(step_group, slots), FIELD(step_group, block_tables), FIELD(step_group, table_width),
@@ -146,6 +163,13 @@ static const struct layout_entry layout[] = {
     VALUE("operation_kind", "QUANTIZE", OP_QUANTIZE), VALUE("operation_kind", "BARRIER", OP_BARRIER),
     VALUE("operation_kind", "CONVOLVE", OP_CONVOLVE), VALUE("operation_kind", "RECUR", OP_RECUR),
     VALUE("operation_kind", "GATE", OP_GATE), VALUE("operation_kind", "MULTIPLY", OP_MULTIPLY),
+    VALUE("operation_kind", "ROUTE", OP_ROUTE), VALUE("operation_kind", "MIXTURE", OP_MIXTURE),
+
+    VALUE("gate_function", "SOFTPLUS", GATE_SOFTPLUS), VALUE("gate_function", "SIGMOID", GATE_SIGMOID),
+    VALUE("gate_function", "PLAIN", GATE_PLAIN),
+
+    VALUE("routing_scores", "SOFTMAX", SCORES_SOFTMAX), VALUE("routing_scores", "SIGMOID", SCORES_SIGMOID),
+    VALUE("routing_scores", "SOFTMAX_OF_CHOSEN", SCORES_SOFTMAX_OF_CHOSEN),
 
     VALUE("multiplier", "PLAIN", MULTIPLIER_PLAIN), VALUE("multiplier", "SIGMOID", MULTIPLIER_SIGMOID),
     VALUE("multiplier", "SOFTPLUS", MULTIPLIER_SOFTPLUS),

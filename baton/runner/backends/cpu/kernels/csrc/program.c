@@ -21,6 +21,8 @@ enum operation_kind {
     OP_RECUR,
     OP_GATE,
     OP_MULTIPLY,
+    OP_ROUTE,
+    OP_MIXTURE,
 };
 enum which_rows { ALL_ROWS, SAMPLED_ROWS };
 
@@ -51,6 +53,8 @@ union call {
     struct recurrence_call recurrence;
     struct gate_call gate;
     struct multiply_call multiply;
+    struct route_call route;
+    struct mixture_call mixture;
 };
 
 /* A place in a buffer of rows: the buffer's number, and an offset in bytes; buffer -1: the operation has no such operand. */
@@ -60,11 +64,14 @@ struct place {
 
 /* Most operations have at most two operands beside x and out: a norm's residual and sum, a rotation's cosines and sines, the values
  * that are stored with the keys, or what x is multiplied with. A product's second operand is x before it is quantized, from which adapters compute. A recurrence
- * has four: beside its queries the keys, values, decays and betas. The fourth of a norm is its gate. */
+ * has four: beside its queries the keys, values, decays and betas. The fourth of a norm is its gate. A route writes the chosen experts to
+ * its second; a mixture has these, their weights, the shared rows and their gates, and its room (`room`). */
 struct operation {
     int64_t kind, which_rows, group; /* group: of layers, which share block tables and slots */
+    int64_t dtype;                   /* of x: an enum dtype */
     int64_t product, second_stride;  /* of a product that adapters may change, its number; -1: none does */
     struct place x, out, second, third, fourth, fifth;
+    struct place room[4]; /* of a mixture: gathered, inner, quantized, outs */
     union call call; /* without the fields that depend on the step */
 };
 
@@ -92,6 +99,7 @@ struct prepared {
     struct adapter_rows adapters;
     struct shrink_call shrink;
     struct attention_job job;
+    struct mixture_job mixture;
     const struct prepared *earlier; /* of an attention that owns its plan: the one before it that does */
     int owns_plan;
     size_t end; /* the number of works up to the operation's end */
@@ -173,10 +181,13 @@ static int complete_states(struct states *states, const struct operation *op, co
     return check_states(states);
 }
 
-/* Completes an operation's call with the fields of the step, and appends its works; an operation has at most MOST_WORKS. */
-enum { MOST_WORKS = 2 };
+/* The most works of an operation. */
+static size_t most_works(const struct operation *op) { return op->kind == OP_MIXTURE ? MIXTURE_WORKS : 2; }
+
+/* Completes an operation's call with the fields of the step, and appends its works. */
 static int prepare(struct prepared *to, struct work *works, size_t *n_works, const struct operation *op, const struct step *step,
-                   const struct prepared **plans, const struct isa *isa, enum dtype dtype, int n_threads) {
+                   const struct prepared **plans, const struct isa *isa, int n_threads) {
+    const enum dtype dtype = (enum dtype)op->dtype;
     int sampled = op->which_rows == SAMPLED_ROWS;
     int64_t rows = sampled ? step->num_sampled : step->rows;
     union call *call = &to->call;
@@ -276,6 +287,29 @@ static int prepare(struct prepared *to, struct work *works, size_t *n_works, con
         call->multiply.rows = (size_t)rows;
         *work = multiply_work(&call->multiply, isa, dtype);
         break;
+    case OP_ROUTE:
+        call->route.logits = at(step, op->x);
+        call->route.weights = at(step, op->out);
+        call->route.chosen = at(step, op->second);
+        call->route.rows = (size_t)rows;
+        *work = route_work(&call->route, isa, dtype);
+        break;
+    case OP_MIXTURE:
+        call->mixture.x = at(step, op->x);
+        call->mixture.chosen = at(step, op->second);
+        call->mixture.gathered = at(step, op->room[0]);
+        call->mixture.inner = at(step, op->room[1]);
+        call->mixture.quantized = at(step, op->room[2]);
+        call->mixture.sum.outs = at(step, op->room[3]);
+        call->mixture.sum.weights = at(step, op->third);
+        call->mixture.sum.shared = at(step, op->fourth);
+        call->mixture.sum.gate = at(step, op->fifth);
+        call->mixture.sum.out = at(step, op->out);
+        call->mixture.sum.rows = (size_t)rows;
+        status = plan_mixture(&to->mixture, &call->mixture, isa, dtype, n_threads);
+        if (status != STATUS_OK) return status;
+        *n_works += mixture_works(&to->mixture, work);
+        return STATUS_OK;
     case OP_BARRIER: *work = (struct work){.function = wait_for_ranks, .job = &call->barrier, .n_tasks = 1}; break;
     }
     ++*n_works;
@@ -284,19 +318,19 @@ static int prepare(struct prepared *to, struct work *works, size_t *n_works, con
 
 /* Computes a step; returns an enum status. times: NULL, or [count + 1] nanoseconds of the monotonic clock: at the start, and when
  * each operation was done. */
-int baton_run_program(int isa, int dtype, const struct operation *operations, size_t count, const struct step *step, int n_threads,
-                      int64_t *times) {
+int baton_run_program(int isa, const struct operation *operations, size_t count, const struct step *step, int n_threads, int64_t *times) {
+    size_t n_works = 0, room = 0;
+    for (size_t i = 0; i < count; i++) room += most_works(&operations[i]);
     struct prepared *prepared = calloc(count, sizeof *prepared);
-    struct work *works = aligned_alloc(_Alignof(struct work), MOST_WORKS * count * sizeof *works);
-    int64_t *work_times = times == NULL ? NULL : malloc((MOST_WORKS * count + 1) * sizeof *work_times);
-    size_t n_works = 0;
+    struct work *works = aligned_alloc(_Alignof(struct work), room * sizeof *works);
+    int64_t *work_times = times == NULL ? NULL : malloc((room + 1) * sizeof *work_times);
     const struct prepared *plans = NULL;
     int ready = prepared != NULL && works != NULL && (times == NULL) == (work_times == NULL);
     int status = ready ? STATUS_OK : STATUS_NO_MEMORY;
     for (int64_t i = 0; i < step->num_sampled && status == STATUS_OK; i++)
         if (step->sampled[i] < 0 || step->sampled[i] >= step->rows) status = STATUS_BAD_INDEX;
     for (size_t i = 0; i < count && status == STATUS_OK; i++) {
-        status = prepare(&prepared[i], works, &n_works, &operations[i], step, &plans, isas[isa], (enum dtype)dtype, n_threads);
+        status = prepare(&prepared[i], works, &n_works, &operations[i], step, &plans, isas[isa], n_threads);
         prepared[i].end = n_works;
     }
     if (status == STATUS_OK) status = run_works(works, n_works, n_threads, work_times);
@@ -306,8 +340,10 @@ int baton_run_program(int isa, int dtype, const struct operation *operations, si
         times[0] = work_times[0];
         for (size_t i = 0; i < count; i++) times[i + 1] = work_times[prepared[i].end];
     }
-    for (size_t i = 0; prepared != NULL && i < count; i++)
+    for (size_t i = 0; prepared != NULL && i < count; i++) {
         if (prepared[i].owns_plan) free_attention_plan(&prepared[i].job);
+        free_mixture_plan(&prepared[i].mixture);
+    }
     free(work_times);
     free(works);
     free(prepared);

@@ -59,7 +59,8 @@ INLINE void gate_rows(const enum dtype dtype, const struct gate_call *call, size
             const size_t count = lanes_left(i, call->columns);
             v16 x = load_lanes(dtype, call->x, row * call->x_stride + i, count);
             if (call->bias != NULL) x = v_add(x, load_lanes(DTYPE_FLOAT32, call->bias, i, count));
-            x = call->is_sigmoid ? v_times_sigmoid(v_set1(1.0f), x) : v_softplus(x);
+            if (call->function == GATE_SIGMOID) x = v_times_sigmoid(v_set1(1.0f), x);
+            if (call->function == GATE_SOFTPLUS) x = v_softplus(x);
             if (call->factor != NULL) x = v_mul(x, load_lanes(DTYPE_FLOAT32, call->factor, i, count));
             store_lanes(DTYPE_FLOAT32, call->out, row * call->out_stride + i, count, x);
         }

@@ -1,0 +1,210 @@
+"""Kernels of mixtures of experts: the choice of each row's experts, and what they compute (csrc/mixture.c).
+
+An expert's weights are read once for all rows that have chosen it. A row's experts are summed in float32, in the order
+in which the row has chosen them, so its result depends on nothing but the row.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from baton.runner.backends.cpu.kernels.call_structs import LinearCall, MixtureCall, RouteCall, RoutingScores, SumCall
+from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
+from baton.runner.backends.cpu.kernels.float8 import PackedFloat8Weight
+from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
+from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, Activation, PackedColumns, PackedWeight
+from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
+from baton.runner.backends.cpu.kernels.weights import Packed, PackedPart
+from baton.runner.backends.routing import Routing, SharedRows
+
+
+class PackedMixture:
+    """The weights of all experts of a mixture: of gate and up, and of down, each kind packed alike."""
+
+    def __init__(self, ups: Sequence[Packed], downs: Sequence[Packed], activation: Activation) -> None:
+        """Raises KernelArgumentError for weights that are not packed alike, or have columns of padding."""
+        self.num_experts = len(ups)
+        self.k, self.inner = ups[0].k, ups[0].n
+        first_up, first_down = _alike("ups", ups), _alike("downs", downs)
+        if not first_up.gated or first_down.gated or (first_down.k, first_down.n) != (self.inner, self.k):
+            raise KernelArgumentError("downs", f"must be [{self.k}, {self.inner}], behind gated products")
+        self.dtype = first_up.dtype if isinstance(first_up, PackedWeight) else None
+        """That of the rows; None: any."""
+        self._kept = (ups, downs)
+        self._up, self._down = _expert_call(first_up, ACTIVATIONS[activation]), _expert_call(first_down, 0)
+        self._ups, self._downs = (_addresses(weights) for weights in (ups, downs))
+        self.gathered_bytes, self.quantized_bytes = _row_bytes(first_up), _row_bytes(first_down)
+        """Of a row of quantised x, and of the inner rows quantised; None: they are not."""
+
+    def structure(self, dtype: torch.dtype, factor: float, most: int) -> MixtureCall:
+        """The kernel's arguments for rows of a dtype, without those of a step."""
+        if self.dtype not in (None, dtype):
+            raise KernelArgumentError("x", f"must be {self.dtype}, is {dtype}")
+        call = MixtureCall(
+            up=self._up, down=self._down, ups=ctypes.addressof(self._ups), downs=ctypes.addressof(self._downs)
+        )
+        for product in (call.up, call.down):
+            product.out_dtype, product.out_stride = DTYPES[dtype], product.n
+            product.x_stride = product.x_stride or product.k
+        call.experts, call.x_stride = self.num_experts, self.k
+        call.sum = SumCall(n=self.k, most=most, factor=factor)
+        return call
+
+
+def _alike(name: str, weights: Sequence[Packed]) -> PackedPart:
+    """The first of packed weights that differ in their numbers alone. Raises KernelArgumentError for others."""
+    first = weights[0]
+    if not isinstance(first, PackedWeight | PackedQuantizedWeight | PackedFloat8Weight):
+        raise KernelArgumentError(name, "are stacked of weights that are packed differently")
+    if isinstance(first, PackedColumns) and first.padded_k != first.k:
+        raise KernelArgumentError(name, f"have {first.k} columns, and {first.padded_k} with their padding")
+    for weight in weights:
+        if type(weight) is not type(first) or (weight.n, weight.k) != (first.n, first.k) or _way(weight) != _way(first):
+            raise KernelArgumentError(name, "are not packed alike")
+    return first
+
+
+def _way(weight: Packed) -> object:
+    if isinstance(weight, PackedQuantizedWeight):
+        return weight.format
+    if isinstance(weight, PackedFloat8Weight):
+        return weight.isa, weight.group
+    return (weight.isa, weight.dtype) if isinstance(weight, PackedWeight) else None
+
+
+def _expert_call(weight: PackedPart, activation: int) -> LinearCall:
+    call = LinearCall(n=weight.n, k=weight.k, activation=activation)
+    if isinstance(weight, PackedQuantizedWeight):
+        call.format, call.x_stride = ctypes.addressof(weight.format), weight.row_bytes
+    elif isinstance(weight, PackedFloat8Weight):
+        call.scale_group = weight.group
+    return call
+
+
+def _row_bytes(weight: PackedPart) -> int | None:
+    return weight.row_bytes if isinstance(weight, PackedQuantizedWeight) else None
+
+
+def _addresses(weights: Sequence[Packed]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(weights))(*(weight.address for weight in weights))  # type: ignore[union-attr]
+
+
+def route(logits: torch.Tensor, routing: Routing, *, threads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of logits [T, num_experts], the best first: int32 [T, most], and their weights, float32.
+
+    Raises KernelArgumentError for tensors that don't fit.
+    """
+    if logits.ndim != 2 or logits.dtype not in DTYPES or not logits.is_cpu or not logits.is_contiguous():
+        raise KernelArgumentError("logits", f"must be contiguous on the CPU, float32 or bfloat16, are {logits.dtype}")
+    call = route_structure(logits.shape[1], routing)
+    rows = logits.shape[0]
+    chosen = torch.empty(rows, routing.most, dtype=torch.int32)
+    weights = torch.empty(rows, routing.most, dtype=torch.float32)
+    call.logits, call.chosen, call.weights, call.rows = logits.data_ptr(), chosen.data_ptr(), weights.data_ptr(), rows
+    lib = library()
+    check_status(lib.route(lib.isa, DTYPES[logits.dtype], ctypes.byref(call), threads))
+    return chosen, weights
+
+
+def route_structure(num_logits: int, routing: Routing) -> RouteCall:
+    """The kernel's arguments, without those of a step. Raises KernelArgumentError for another number of experts."""
+    if num_logits != routing.num_experts:
+        raise KernelArgumentError("logits", f"are of {num_logits} experts, not of {routing.num_experts}")
+    bias = routing.choice_bias
+    return RouteCall(
+        choice_bias=None if bias is None else bias.data_ptr(),
+        experts=routing.num_experts,
+        most=routing.most,
+        logits_stride=num_logits,
+        groups=routing.groups,
+        most_groups=routing.most_groups,
+        scores=RoutingScores[routing.scores.upper()],
+        groups_by_two=routing.groups_by_two,
+        normalised=routing.normalised,
+        eps=routing.eps,
+        factor=routing.factor,
+        weights_dtype=DTYPES[routing.weights_dtype],
+    )
+
+
+def mix_experts(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    mixture: PackedMixture,
+    factor: float = 1.0,
+    shared: SharedRows | None = None,
+    *,
+    threads: int,
+) -> torch.Tensor:
+    """The sum of each row's experts, weighted, as `sum_experts` says: x [T, K] to [T, K].
+
+    `chosen`: int32 [T, most]; one that is no expert's number computes nothing. Raises KernelArgumentError for tensors
+    that don't fit.
+    """
+    if x.ndim != 2 or x.shape[1] != mixture.k or x.dtype not in DTYPES or not x.is_contiguous() or not x.is_cpu:
+        raise KernelArgumentError("x", f"must be [T, {mixture.k}], contiguous, on the CPU, is {tuple(x.shape)}")
+    if chosen.dtype != torch.int32 or chosen.shape != weights.shape or not chosen.is_contiguous():
+        raise KernelArgumentError("chosen", f"must be int32 {tuple(weights.shape)}, contiguous")
+    most = chosen.shape[1]
+    call = mixture.structure(x.dtype, factor, most)
+    rows, size = x.shape[0], x.dtype.itemsize
+    places = rows * most
+    outs, out = x.new_empty(places, mixture.k), x.new_empty(x.shape)
+    gathered = torch.empty(places * (mixture.gathered_bytes or mixture.k * size), dtype=torch.uint8)
+    inner = x.new_empty(places, mixture.inner)
+    quantized = torch.empty(places * (mixture.quantized_bytes or 0), dtype=torch.uint8)
+    call.x, call.chosen = x.data_ptr(), chosen.data_ptr()
+    call.gathered, call.inner, call.quantized = gathered.data_ptr(), inner.data_ptr(), quantized.data_ptr()
+    _complete_sum(call.sum, outs, weights, shared, out)
+    lib = library()
+    check_status(lib.mixture(lib.isa, DTYPES[x.dtype], ctypes.byref(call), threads))
+    return out
+
+
+def sum_experts(
+    outs: torch.Tensor,
+    places: torch.Tensor,
+    weights: torch.Tensor,
+    factor: float = 1.0,
+    shared: SharedRows | None = None,
+    *,
+    threads: int,
+) -> torch.Tensor:
+    """The sum of the rows `places` (int32 [T, most]) of outs [.., K], times weights (float32 [T, most]): [T, K].
+
+    Summed in float32 in the order of each row's places, of which -1 stands for nothing, and rounded; times `factor`,
+    and rounded; plus the shared rows. Raises KernelArgumentError for tensors that don't fit.
+    """
+    if outs.ndim != 2 or outs.dtype not in DTYPES or not outs.is_contiguous() or not outs.is_cpu:
+        raise KernelArgumentError("outs", f"must be contiguous on the CPU, float32 or bfloat16, are {outs.dtype}")
+    if places.dtype != torch.int32 or places.shape != weights.shape or not places.is_contiguous():
+        raise KernelArgumentError("places", f"must be int32 {tuple(weights.shape)}, contiguous")
+    if places.numel() and not -1 <= int(places.min()) <= int(places.max()) < len(outs):
+        raise KernelArgumentError("places", f"must be -1 to {len(outs) - 1}")
+    out = outs.new_empty(places.shape[0], outs.shape[1])
+    call = SumCall(n=outs.shape[1], most=places.shape[1], factor=factor, places=places.data_ptr())
+    _complete_sum(call, outs, weights, shared, out)
+    lib = library()
+    check_status(lib.sum_experts(lib.isa, DTYPES[outs.dtype], ctypes.byref(call), threads))
+    return out
+
+
+def _complete_sum(
+    call: SumCall, outs: torch.Tensor, weights: torch.Tensor, shared: SharedRows | None, out: torch.Tensor
+) -> None:
+    if weights.dtype != torch.float32 or not weights.is_contiguous() or weights.shape[0] != out.shape[0]:
+        raise KernelArgumentError("weights", f"must be float32 [{out.shape[0]}, ..], contiguous")
+    call.outs, call.weights, call.out, call.rows = outs.data_ptr(), weights.data_ptr(), out.data_ptr(), out.shape[0]
+    if shared is None:
+        return
+    for name, rows, width in (("shared rows", shared.rows, out.shape[1]), ("gate", shared.gate, 1)):
+        if rows is None:
+            continue
+        if rows.shape != (out.shape[0], width) or rows.dtype != out.dtype or not rows.is_contiguous():
+            raise KernelArgumentError(name, f"must be [{out.shape[0]}, {width}] {out.dtype}, contiguous")
+    call.shared = shared.rows.data_ptr()
+    call.gate = None if shared.gate is None else shared.gate.data_ptr()

@@ -1,0 +1,1 @@
+"""Mixtures of experts: their packed weights, and their routers, described by data about what a router computes."""

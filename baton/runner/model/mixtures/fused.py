@@ -1,0 +1,133 @@
+"""A mixture of experts on Baton's operations, in the place of a transformers module that computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from baton.runner.adapters.adaptable import AdaptableProduct
+from baton.runner.backends.cpu.kernels.buffers import Rows
+from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
+from baton.runner.backends.cpu.kernels.program import Program
+from baton.runner.backends.operations import Operations
+from baton.runner.backends.routing import Routing, SharedRows
+from baton.runner.model.fused_layers import FusedMlp, FusedNorm, PlainMlp
+from baton.runner.model.mixtures.experts import PackedExperts
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureParts:
+    """The parts of a mixture by their names in the replaced module, and what it does with them."""
+
+    router: str
+    """The path of the module whose weight [num_experts, K] gives the logits."""
+    experts: str
+    routing: Routing
+    logits_dtype: torch.dtype
+    """In which the logits are computed."""
+    shared: str | None = None
+    """An MLP that computes every row."""
+    shared_gate: str | None = None
+    """A layer with one output, with whose sigmoid the shared rows are multiplied."""
+    factor: float = 1.0
+    """What the experts' sum is multiplied with before the shared rows are added."""
+    norm: str | None = None
+    """A norm of the result."""
+    gives_tuple: bool = False
+    """Whether the module gives more than rows, which nobody reads."""
+
+
+class RouterProduct(NamedTuple):
+    """The product that gives a router's logits."""
+
+    adaptable: AdaptableProduct
+    packed: Any
+    """Its weight in the dtype of the logits."""
+    bias: torch.Tensor | None
+
+
+class FusedMixture(nn.Module):
+    """A router, the experts that it chooses, and what all rows share. The children keep their names."""
+
+    def __init__(self, operations: Operations, children: Mapping[str, nn.Module], parts: MixtureParts) -> None:
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+        self._operations = operations
+        self.parts = parts
+        self._product: RouterProduct | None = None
+
+    @property
+    def _router(self) -> RouterProduct:
+        """The router's product, whose weight is packed when all products are, after this was made."""
+        if self._product is None:
+            part, dtype = self.get_submodule(self.parts.router), self.parts.logits_dtype
+            self._product = _product_in(part, dtype)
+        return self._product
+
+    @property
+    def _packed_experts(self) -> PackedExperts:
+        packed: PackedExperts = self.get_submodule(self.parts.experts).baton_experts  # type: ignore[assignment]
+        return packed
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether an adapter of the step's rows changes what programs compute without adapters."""
+        return self._router.adaptable.is_adapted or self._packed_experts.is_adapted
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, K], contiguous, to [T, K]."""
+        parts, router = self.parts, self._router
+        logits = router.adaptable.linear(x.to(parts.logits_dtype), router.bias, packed=router.packed)
+        chosen, weights = self._operations.route(logits, parts.routing)
+        shared = None
+        if parts.shared is not None:
+            gate: Any = None if parts.shared_gate is None else self.get_submodule(parts.shared_gate)
+            shared = SharedRows(self._mlp(parts.shared).rows(x), None if gate is None else gate.rows(x))
+        experts = self.get_submodule(parts.experts)
+        out = self._packed_experts.compute(experts, x, chosen, weights, parts.factor, shared)
+        return out if parts.norm is None else self._norm(parts.norm).rows(out)
+
+    def record(self, program: Program, x: Rows, *, into: str) -> Rows:
+        """Append to a program what `rows` computes. Raises KernelArgumentError for what programs can't."""
+        parts, router, mixture = self.parts, self._router, self._packed_experts.mixture
+        if mixture is None:
+            raise KernelArgumentError("x", "goes through experts that are multiplied one by one")
+        wide = x if parts.logits_dtype == x.dtype else program.widened(x, into="wide rows")
+        logits = program.linear(wide, router.packed, router.bias, into="logits of experts")
+        chosen, weights = program.route(logits, parts.routing, into="routed")
+        shared = gate = None
+        if parts.shared is not None:
+            shared = self._mlp(parts.shared).record(program, x, into="shared rows")
+        if parts.shared_gate is not None:
+            layer: Any = self.get_submodule(parts.shared_gate)
+            gate = layer.products[0].record(program, x, layer.bias, into="shared gate")
+        mixed = into if parts.norm is None else "mixed rows"
+        out = program.mix_experts(x, chosen, weights, mixture, parts.factor, shared, gate, into=mixed)
+        return out if parts.norm is None else self._norm(parts.norm).record(program, out, into=into)
+
+    def _mlp(self, name: str) -> FusedMlp | PlainMlp:
+        part = self.get_submodule(name)
+        assert isinstance(part, FusedMlp | PlainMlp)
+        return part
+
+    def _norm(self, name: str) -> FusedNorm:
+        part = self.get_submodule(name)
+        assert isinstance(part, FusedNorm)
+        return part
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = self.rows(x.reshape(-1, x.shape[-1]).contiguous()).view(x.shape)
+        return (out, None) if self.parts.gives_tuple else out
+
+
+def _product_in(part: Any, dtype: torch.dtype) -> RouterProduct:
+    """The product of a router whose weight is packed (layers.py): it is a layer, or multiplies a weight itself."""
+    bias = getattr(part, "bias", None)
+    bias = None if bias is None else bias.detach().to(dtype)
+    adaptable, packed = part.product_in(dtype)
+    return RouterProduct(adaptable, packed, bias)

@@ -1,0 +1,226 @@
+"""Finds mixtures of experts in a transformers model by what their routers compute, and replaces them.
+
+A mixture is called with random rows, and experts that only remember what they are given. What its router has chosen is
+compared with candidates of what routers compute; the one that agrees best replaces it, if it agrees within rounding.
+Names only suggest candidates. A mixture that no candidate explains stays, and torch computes its router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from baton.runner.backends.operations import Operations
+from baton.runner.backends.routing import Routing, Scores, choose
+from baton.runner.model.fused_layers import FusedMlp, FusedNorm, PlainMlp
+from baton.runner.model.mixtures.fused import FusedMixture, MixtureParts
+from baton.runner.model.recognition import agree, children_of
+from baton.runner.model.stored.layers import forget_weights
+from baton.runner.model.stored.plan import is_experts
+
+_NUM_ROWS = 64
+"""So many rows are routed: an expert's group that no row of them tells apart is hardly ever chosen otherwise."""
+_SCORES: tuple[Scores, ...] = ("softmax", "sigmoid", "softmax_of_chosen")
+_EPS = (0.0, 1e-6)
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""The largest difference of weights, as a share of a row's largest."""
+_AGREEING = {torch.float32: 1.0, torch.bfloat16: 0.9}
+"""The share of rows that must agree: scores that are rounded may be equal."""
+
+
+class _EchoExperts:
+    """Stands for packed experts: remembers what they are given, and gives random rows."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        self.given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.gave: list[torch.Tensor] = []
+
+    def compute(
+        self, _module: nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        out = torch.randn(hidden.shape, dtype=torch.float32, generator=self._generator).to(hidden)
+        self.given.append((hidden, chosen, weights))
+        self.gave.append(out)
+        return out
+
+
+class _Router(NamedTuple):
+    """What may give a router's logits."""
+
+    path: str
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+class _Seen(NamedTuple):
+    """What a mixture gave its experts."""
+
+    chosen: torch.Tensor
+    weights: torch.Tensor
+
+
+def fuse_mixtures(module: nn.Module, operations: Operations, dtype: torch.dtype) -> None:
+    """Replace the mixtures of a model that are recognised, whose MLPs and norms have been fused and experts have not.
+
+    `dtype`: of the rows.
+    """
+    with torch.inference_mode():
+        for parent, name, child in children_of(module):
+            parts = _parts_of(child, dtype)
+            forget_weights(child)
+            if parts is not None:
+                setattr(parent, name, FusedMixture(operations, dict(child.named_children()), parts))
+
+
+def _parts_of(child: nn.Module, dtype: torch.dtype) -> MixtureParts | None:
+    experts = [name for name, part in child.named_children() if is_experts(part)]
+    if len(experts) != 1:
+        return None
+    routers = list(_routers_of(child, experts[0]))
+    if len(routers) != 1:
+        return None
+    weight = routers[0].weight
+    # The same rows for each layer: what is found of it must not depend on which other layers there are.
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, _NUM_ROWS, weight.shape[1], dtype=torch.float32, generator=generator).to(weight.device, dtype)
+    holder, echo = child.get_submodule(experts[0]), _EchoExperts(generator)
+    object.__setattr__(holder, "baton_experts", echo)
+    try:
+        given = child(x)
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError):
+        return None  # it takes more than rows
+    finally:
+        object.__delattr__(holder, "baton_experts")
+    out = given[0] if isinstance(given, tuple) else given
+    if len(echo.given) != 1 or not isinstance(out, torch.Tensor) or out.shape != x.shape:
+        return None
+    hidden, chosen, weights = echo.given[0]
+    if hidden.shape != x[0].shape or not torch.equal(hidden, x[0]) or chosen.ndim != 2:
+        return None
+    found = _routing(child, routers[0], x[0], _Seen(chosen, weights))
+    behind = _behind(child, x, echo.gave[0], out.reshape(x.shape))
+    if found is None or behind is None:
+        return None
+    behind = replace(behind, router=routers[0].path, experts=experts[0], gives_tuple=isinstance(given, tuple))
+    return replace(behind, routing=found[0], logits_dtype=found[1])
+
+
+def _routers_of(child: nn.Module, experts: str) -> Iterator[_Router]:
+    """The modules beside experts and MLPs that have a weight of two dimensions, for more than one output."""
+    skipped: list[str] = []
+    for path, part in child.named_modules():
+        if path == experts or isinstance(part, FusedMlp | PlainMlp) or any(path.startswith(f"{at}.") for at in skipped):
+            skipped.append(path)
+            continue
+        weight, bias = getattr(part, "weight", None), getattr(part, "bias", None)
+        if isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.shape[0] > 1:
+            yield _Router(path, weight.detach(), None if bias is None else bias.detach())
+
+
+def _routing(child: nn.Module, router: _Router, x: torch.Tensor, seen: _Seen) -> tuple[Routing, torch.dtype] | None:
+    """What a router computes of rows x [T, K], and the dtype of its logits; None for what no candidate explains."""
+    num_experts = router.weight.shape[0]
+    expected = _dense(seen.chosen, seen.weights, num_experts)
+    best: tuple[float, Routing, torch.dtype] | None = None
+    for dtype in dict.fromkeys((x.dtype, torch.float32)):
+        logits = _logits(router, x, dtype)
+        for choice in _choices(child, router, num_experts, seen):
+            chosen, _ = choose(logits, choice)
+            is_same = (_dense(chosen, torch.ones_like(seen.weights), num_experts) == (expected != 0)).all(1)
+            if is_same.float().mean() < _AGREEING[x.dtype]:
+                continue
+            for routing in _weightings(child, choice):
+                difference = (_dense(*choose(logits, routing), num_experts) - expected).abs().amax(1)
+                is_near = difference <= _TOLERANCE[x.dtype] * expected.abs().amax(1)
+                error = float(difference.mean())
+                if is_near.float().mean() >= _AGREEING[x.dtype] and (best is None or error < best[0]):
+                    best = error, routing, dtype
+    return None if best is None else best[1:]
+
+
+def _logits(router: _Router, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    bias = None if router.bias is None else router.bias.to(dtype)
+    return functional.linear(x.to(dtype), router.weight.to(dtype), bias)
+
+
+def _dense(chosen: torch.Tensor, weights: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """The weights [T, num_experts] of all experts, zero for those that are not chosen."""
+    empty = torch.zeros(chosen.shape[0], num_experts, dtype=torch.float32, device=chosen.device)
+    return empty.scatter_(1, chosen.long(), weights.float())
+
+
+def _choices(child: nn.Module, router: _Router, num_experts: int, seen: _Seen) -> Iterator[Routing]:
+    """Candidates that may choose other experts."""
+    most, biases = seen.chosen.shape[1], [None, *_vectors(child, router, num_experts)]
+    groups = [(*both, by_two) for both in _groups_of(child, num_experts, most) for by_two in (True, False)]
+    for scores, bias, (count, fewer, by_two) in product(_SCORES, biases, [*groups, (1, 1, False)]):
+        yield Routing(
+            *(num_experts, most, scores, seen.weights.dtype, bias),
+            groups=count,
+            most_groups=fewer,
+            groups_by_two=by_two,
+        )
+
+
+def _weightings(child: nn.Module, choice: Routing) -> Iterator[Routing]:
+    """Candidates that choose the same experts, with other weights."""
+    for normalised, factor in product((False, True), _factors(child)):
+        for eps in _EPS if normalised else (0.0,):
+            yield replace(choice, normalised=normalised, eps=eps, factor=factor)
+
+
+def _vectors(child: nn.Module, router: _Router, num_experts: int) -> Iterator[torch.Tensor]:
+    """What may be added to scores for the choice alone: numbers for each expert that aren't part of the logits."""
+    for path, values in (*child.named_parameters(), *child.named_buffers()):
+        if values.numel() == num_experts and path != f"{router.path}.bias":
+            yield values.detach().flatten().float()
+
+
+def _attributes(child: nn.Module) -> Iterator[tuple[str, Any]]:
+    for part in child.modules():
+        if not isinstance(part, FusedMlp | PlainMlp | nn.Linear):
+            yield from ((name, value) for name, value in vars(part).items() if not name.startswith("_"))
+
+
+def _groups_of(child: nn.Module, num_experts: int, most: int) -> Iterator[tuple[int, int]]:
+    """Numbers of groups, and of groups of which experts are chosen, that a mixture may mean."""
+    numbers = {value for name, value in _attributes(child) if "group" in name and type(value) is int}
+    for groups, fewer in product(sorted(numbers), repeat=2):
+        if groups > fewer > 0 and num_experts % groups == 0 and most <= num_experts // groups * fewer:
+            yield groups, fewer
+
+
+def _factors(child: nn.Module) -> list[float]:
+    """The numbers that weights or rows may be multiplied with."""
+    floats = {value for _, value in _attributes(child) if type(value) is float and value > 0.0}
+    return [1.0, *sorted(floats - {1.0})]
+
+
+def _behind(child: nn.Module, x: torch.Tensor, experts: torch.Tensor, out: torch.Tensor) -> MixtureParts | None:
+    """What a mixture does with its experts' rows: the fields of MixtureParts that say so; None: something else."""
+    children = dict(child.named_children())
+    mlps: list[str | None] = [name for name, part in children.items() if isinstance(part, FusedMlp | PlainMlp)]
+    gates: list[str | None] = [
+        name for name, part in children.items() if isinstance(part, nn.Linear) and part.out_features == 1
+    ]
+    norms: list[str | None] = [name for name, part in children.items() if isinstance(part, FusedNorm)]
+    for shared, gate, norm, factor in product(mlps or [None], gates or [None], norms or [None], _factors(child)):
+        rows = experts.view(x.shape) * factor
+        if shared is not None:
+            added = children[shared](x)
+            if gate is not None:
+                added = added * torch.sigmoid(children[gate](x))
+            rows = rows + added
+        if norm is not None:
+            rows = children[norm](rows)
+        if agree(out, rows):
+            nothing: Any = None
+            return MixtureParts("", "", nothing, x.dtype, shared, gate, factor, norm)
+    return None

@@ -1,0 +1,141 @@
+"""Implementations choose experts as torch does in float32 and sum them alike; mixtures have their experts' bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from baton.runner.backends.cpu import kernels
+from baton.runner.backends.cpu.kernels import KernelArgumentError
+from baton.runner.backends.kernel_choice import CompiledOperations
+from baton.runner.backends.quantized_weight import Float8Weight
+from baton.runner.backends.routing import Routing, SharedRows, choose
+from baton.runner.model.stored.quantize import quantized
+from tests.support.kernel_inputs import randn
+
+needs_kernels = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
+EXPERTS, MOST = 24, 5
+ROUTINGS = {
+    "softmax": Routing(EXPERTS, MOST, "softmax", torch.float32),
+    "softmax, normalised": Routing(EXPERTS, MOST, "softmax", torch.bfloat16, normalised=True),
+    "of the chosen": Routing(EXPERTS, MOST, "softmax_of_chosen", torch.float32, factor=0.5),
+    "sigmoid in groups": Routing(
+        *(EXPERTS, MOST, "sigmoid", torch.float32),
+        choice_bias=randn(EXPERTS, seed=7),
+        groups=6,
+        most_groups=2,
+        groups_by_two=True,
+        normalised=True,
+        eps=1e-6,
+        factor=2.5,
+    ),
+    "softmax in groups": Routing(EXPERTS, MOST, "softmax", torch.float32, groups=4, most_groups=2),
+}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_rows_have_the_experts_that_torch_chooses(operations: Any, name: str) -> None:
+    routing = ROUTINGS[name]
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = (3 * randn(70, EXPERTS)).to(dtype)
+        chosen, weights = operations.route(logits, routing)
+        expected, of_expected = choose(logits, routing)
+        # Scores of equal logits are equal, and then the first expert counts more.
+        assert torch.equal(chosen, expected)
+        near = 2**-8 if routing.weights_dtype == torch.bfloat16 else 1e-5
+        assert torch.allclose(weights, of_expected, rtol=near, atol=0)
+        assert torch.equal(weights, weights.to(routing.weights_dtype).float())
+        for row in (0, 33, 69):
+            alone = operations.route(logits[row : row + 1], routing)
+            assert torch.equal(alone[0][0], chosen[row])
+            assert torch.equal(alone[1][0], weights[row])
+
+
+def test_a_row_whose_logits_are_no_numbers_has_experts(operations: Any) -> None:
+    for routing in ROUTINGS.values():
+        chosen, _ = operations.route(torch.full((2, EXPERTS), float("nan")), routing)
+        assert all(sorted({*row}) == sorted(row) and 0 <= min(row) <= max(row) < EXPERTS for row in chosen.tolist())
+
+
+@pytest.mark.parametrize("given", ["nothing", "rows", "rows and gates"])
+def test_sums_of_experts_equal_those_in_float64(operations: Any, given: str) -> None:
+    for dtype, near in ((torch.float32, 1e-6), (torch.bfloat16, 2**-7)):
+        outs, rows, gate = (
+            randn(40, 48, dtype=dtype),
+            randn(9, 48, seed=1, dtype=dtype),
+            randn(9, 1, seed=2, dtype=dtype),
+        )
+        places = torch.randperm(40, generator=torch.Generator().manual_seed(0))[: 9 * 4].view(9, 4).int()
+        places[3] = -1
+        places[5, 1] = -1
+        weights = randn(9, 4, seed=3)
+        shared = None if given == "nothing" else SharedRows(rows, gate if given == "rows and gates" else None)
+        out = operations.sum_experts(outs, places, weights, 1.5, shared)
+        terms = outs.double()[places.long()] * (weights.double() * (places >= 0))[..., None]
+        expected = 1.5 * terms.sum(1)
+        if shared is not None:
+            expected += rows.double() * (gate.double().sigmoid() if shared.gate is not None else 1.0)
+        assert out.dtype == dtype
+        assert float((out.double() - expected).abs().max()) < near * float(expected.abs().max())
+        one = SharedRows(rows[4:5], gate[4:5] if shared and shared.gate is not None else None) if shared else None
+        assert torch.equal(operations.sum_experts(outs, places[4:5], weights[4:5], 1.5, one)[0], out[4])
+
+
+def narrowed(weight: torch.Tensor, kind: str) -> Any:
+    if kind == "float8":
+        return Float8Weight(weight.to(torch.float8_e4m3fn), randn(len(weight), weight.shape[1] // 32, seed=8).abs(), 32)
+    return weight if kind == "plain" else quantized(weight, int(kind))
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["plain", "8", "4", "float8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_mixture_has_the_bits_of_its_experts(dtype: torch.dtype, kind: str) -> None:
+    operations, experts, k, inner = CompiledOperations(3, ""), 6, 64, 96
+
+    def weight(seed: int, n: int, width: int) -> Any:
+        return narrowed(randn(n, width, seed=seed, dtype=dtype), kind)
+
+    ups = [operations.pack_gated(weight(each, inner, k), weight(20 + each, inner, k)) for each in range(experts)]
+    downs = [operations.pack(weight(40 + each, k, inner)) for each in range(experts)]
+    mixture: Any = operations.pack_mixture(ups, downs, "silu")
+    for num_rows in (1, 7, 150):
+        x = randn(num_rows, k, seed=9, dtype=dtype)
+        # Of one expert there are many rows, of another none, and one number is no expert's.
+        chosen = (torch.rand(num_rows, 3, generator=torch.Generator().manual_seed(1)) ** 2 * (experts + 1)).int()
+        of_rows = randn(num_rows, 3, seed=2).softmax(-1)
+        outs = torch.zeros(num_rows * 3, k, dtype=dtype)
+        for place, expert in enumerate(chosen.flatten().tolist()):
+            if expert < experts:
+                middle = operations.gated_linear(x[place // 3][None], ups[expert], activation="silu")
+                outs[place] = operations.linear(middle, downs[expert])
+        places = torch.arange(num_rows * 3, dtype=torch.int32).where(chosen.flatten() < experts, -1).view(num_rows, 3)
+        shared = SharedRows(randn(num_rows, k, seed=4, dtype=dtype), randn(num_rows, 1, seed=5, dtype=dtype))
+        expected = operations.sum_experts(outs, places, of_rows, 0.7, shared)
+        assert torch.equal(operations.mix_experts(x, chosen, of_rows, mixture, 0.7, shared), expected)
+    assert operations.mix_experts(x[:0], chosen[:0], of_rows[:0], mixture).shape == (0, k)
+
+
+@needs_kernels
+def test_what_does_not_fit_is_refused() -> None:
+    operations, weight = CompiledOperations(1, ""), randn(64, 64)
+    gated, plain = operations.pack_gated(weight, weight), operations.pack(weight)
+    fewer = operations.pack_gated(weight[:32], weight[:32])
+    assert operations.pack_mixture([gated, fewer], [plain] * 2, "silu") is None
+    assert operations.pack_mixture([gated, gated], [plain, operations.pack(weight.bfloat16())], "silu") is None
+    mixture: Any = operations.pack_mixture([gated], [plain], "silu")
+    x, chosen, weights = randn(3, 64), torch.zeros(3, 2, dtype=torch.int32), randn(3, 2)
+    for changed in ({"x": x[:, :32]}, {"x": x.bfloat16()}, {"chosen": chosen.long()}, {"weights": weights[:2]}):
+        given: dict[str, Any] = {"x": x, "chosen": chosen, "weights": weights, **changed}
+        with pytest.raises(KernelArgumentError):
+            operations.mix_experts(given["x"], given["chosen"], given["weights"], mixture)
+    with pytest.raises(KernelArgumentError, match="places"):
+        operations.sum_experts(x, chosen + 3, weights)
+    with pytest.raises(KernelArgumentError, match="not of 24"):
+        operations.route(x, ROUTINGS["softmax"])
+    for wrong in ({"most": 13, "most_groups": 1}, {"groups": 5}, {"choice_bias": randn(3)}):
+        with pytest.raises(ValueError, match=r"experts|bias"):
+            replace(ROUTINGS["sigmoid in groups"], **wrong)

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from baton.runner.backends.operations import Activation, Operations
+from baton.runner.backends.cpu.kernels.product import Activation
+from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import activate, rms_norm, rotate
 from baton.runner.model.attention import EchoAttention, heads_in
 from baton.runner.model.fused_layers import (
@@ -44,7 +45,7 @@ from baton.runner.model.stored.layers import (
 
 NUM_ROWS = 5
 """So many rows are compared."""
-_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu")
+_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu", "relu", "relu_squared")
 _GATE_ACTIVATIONS: tuple[Literal["sigmoid", "softplus"], ...] = ("sigmoid", "softplus")
 LAYOUTS: tuple[AngleLayout, ...] = ("halves", "half", "pairs")
 KINDS: tuple[Literal["halves", "pairs", "none"], ...] = ("halves", "pairs", "none")
@@ -83,7 +84,7 @@ def fuse(module: nn.Module, operations: Operations, row_quantum: int, release: R
     with torch.inference_mode():
         angle_dtypes = angle_dtypes_of(module)
         for parent, name, child in children_of(module):
-            norm = _fused_norm(child, operations, generator) or _fused_layer_norm(child, generator)
+            norm = _fused_norm(child, operations, generator) or _fused_layer_norm(child, operations, generator)
             if norm is not None:
                 setattr(parent, name, norm)
         for parent, name, child in children_of(module):
@@ -92,7 +93,7 @@ def fuse(module: nn.Module, operations: Operations, row_quantum: int, release: R
                     _fused_mlp(child, operations, generator)
                     or _plain_mlp(child, operations, generator, row_quantum)
                     or _state_mixer(child, operations, generator)
-                    or _fused_attention(child, operations, generator, row_quantum, widths, angle_dtypes)
+                    or _fused_attention(child, operations, generator, widths, angle_dtypes)
                 )
             except _NotRecognised as reason:
                 why_not = f"{type(child).__name__}: {reason}"
@@ -157,21 +158,22 @@ def _fused_norm(child: nn.Module, operations: Operations, generator: torch.Gener
     return None
 
 
-def _fused_layer_norm(child: nn.Module, generator: torch.Generator) -> FusedLayerNorm | None:
+def _fused_layer_norm(child: nn.Module, operations: Operations, generator: torch.Generator) -> FusedLayerNorm | None:
     names = {name for name, _ in child.named_parameters()}
     eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))
     if isinstance(child, nn.Linear) or list(child.children()) or not eps or names not in _OF_LAYER_NORMS:
         return None
     weight, bias = child.get_parameter("weight").detach(), getattr(child, "bias", None)
-    if weight.dim() != 1 or (bias is not None and bias.shape != weight.shape):
+    if weight.dim() > 2 or (bias is not None and bias.shape != weight.shape):
         return None
-    rows = torch.randn(NUM_ROWS, weight.shape[0], dtype=torch.float32, generator=generator)
-    x = (rows * torch.tensor([1e-3, 1e-2, 1.0, 3.0, 50.0])[:, None] + torch.arange(NUM_ROWS)[:, None]).to(weight)
+    rows = torch.randn(*weight.shape[:-1], NUM_ROWS, weight.shape[-1], dtype=torch.float32, generator=generator)
+    rows = rows * torch.tensor([1e-3, 1e-2, 1.0, 3.0, 50.0])[:, None] + torch.arange(NUM_ROWS)[:, None]
+    x = rows.transpose(0, -2).to(weight).contiguous()
     try:
         expected = child(x)
     except (TypeError, AttributeError):
         return None  # one with a gate takes more than rows
-    fused = (FusedLayerNorm(factor, bias, eps) for factor in (weight, weight + 1))
+    fused = (FusedLayerNorm(operations, factor, bias, eps) for factor in (weight, weight + 1))
     return next((norm for norm in fused if agree(expected, norm(x))), None)
 
 
@@ -186,7 +188,8 @@ def _plain_mlp(child: Any, operations: Operations, generator: torch.Generator, r
     x = like_input(up, torch.randn(1, NUM_ROWS, up.in_features, dtype=torch.float32, generator=generator))
     if not agree(child(x), down(activation(up(x)))):
         return None
-    return PlainMlp(operations, up, down, activation, [*linear], row_quantum)
+    known = next((name for name in _ACTIVATIONS if _computes(activation, name)), None)
+    return PlainMlp(operations, up, down, known or activation, [*linear], row_quantum)
 
 
 def _fused_mlp(child: Any, operations: Operations, generator: torch.Generator) -> FusedMlp | None:
@@ -241,8 +244,12 @@ def like_input(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 def _activation_of(child: Any) -> Activation | None:
     """The activation that a part has, if it is a known one; of a part that has none the most common."""
     function = _activation_function(child) or functional.silu
+    return next((name for name in _ACTIVATIONS if _computes(function, name)), None)
+
+
+def _computes(function: Callable[[torch.Tensor], torch.Tensor], activation: Activation) -> bool:
     x = torch.linspace(-9, 9, 256)
-    return next((name for name in _ACTIVATIONS if torch.allclose(function(x), activate(x, name), atol=1e-6)), None)
+    return torch.allclose(function(x), activate(x, activation), atol=1e-6)
 
 
 def _activation_function(child: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -254,7 +261,6 @@ def _fused_attention(
     child: Any,
     operations: Operations,
     generator: torch.Generator,
-    row_quantum: int,
     widths: list[int],
     angle_dtypes: set[torch.dtype],
 ) -> FusedAttention | None:
@@ -294,7 +300,7 @@ def _fused_attention(
         why = "no known kind of rotation gives the same result"
         if rotation is None:
             continue
-        for gate in _output_gates(weights, heads, row_quantum):
+        for gate in _output_gates(weights, heads):
             fused = FusedAttention(operations, child.layer_idx, weights, heads, norms, echo.how, rotation, gate)
             if _same_attention(child, fused, x, cos, sin):
                 return fused
@@ -354,6 +360,8 @@ def _head_norms(child: Any, heads: tuple[int, int, int]) -> tuple[AnyNorm | None
             continue
         if not isinstance(query, AnyNorm) or not isinstance(key, AnyNorm):
             raise _NotRecognised("its queries and keys have norms of another kind")
+        if isinstance(query, FusedLayerNorm) and query.num_heads is not None:
+            return query, key
         sizes = (query.width, key.width)
         if sizes not in ((dim, dim), (num_heads * dim, num_kv_heads * dim)):
             raise _NotRecognised(f"the norms of its queries and keys are {sizes[0]} and {sizes[1]} wide")
@@ -361,14 +369,12 @@ def _head_norms(child: Any, heads: tuple[int, int, int]) -> tuple[AnyNorm | None
     return None, None
 
 
-def _output_gates(
-    weights: AttentionWeights, heads: tuple[int, int, int], row_quantum: int
-) -> Sequence[OutputGate | None]:
+def _output_gates(weights: AttentionWeights, heads: tuple[int, int, int]) -> Sequence[OutputGate | None]:
     """The gates that the result of attention may have."""
     in_queries = _gates_are_in_queries(weights, heads)
     if weights.gate is None and not in_queries:
         return (None,)
-    return [OutputGate(activation, in_queries, row_quantum) for activation in _GATE_ACTIVATIONS]
+    return [OutputGate(activation, in_queries) for activation in _GATE_ACTIVATIONS]
 
 
 def _gates_are_in_queries(weights: AttentionWeights, heads: tuple[int, int, int]) -> bool:

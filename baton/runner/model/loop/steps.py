@@ -124,6 +124,7 @@ class RecordedRows:
         self.sampling = sampling
         self._of_product: dict[int, str] = {}
         self._of_norm: dict[int, str] = {}
+        self._of_sum: dict[int, str] = {}
 
     def for_product(self, number: int) -> str:
         """The buffer for the rows `number`, which a part gives whose last operation is a product."""
@@ -135,11 +136,17 @@ class RecordedRows:
         self._of_norm[number] = name = _unused("normed", self._of_norm)
         return name
 
+    def for_sum(self, number: int) -> str:
+        """The buffer for the rows `number`, a sum that replaces none of its operands."""
+        self._of_sum[number] = name = _unused("sum", self._of_sum)
+        return name
+
     def replace(self, one: int, gives: int) -> None:
         """Say that the rows `gives` are where the rows `one` were."""
         self.rows[gives] = self.rows[one]
-        if one in self._of_norm:
-            self._of_norm[gives] = self._of_norm.pop(one)
+        for of in (self._of_norm, self._of_sum):
+            if one in of:
+                of[gives] = of.pop(one)
 
     def is_of_product(self, number: int) -> bool:
         return number in self._of_product
@@ -147,7 +154,7 @@ class RecordedRows:
     def drop(self, numbers: Sequence[int]) -> None:
         """Say that these rows are needed no more."""
         for number in numbers:
-            for of in (self.rows, self._of_product, self._of_norm):
+            for of in (self.rows, self._of_product, self._of_norm, self._of_sum):
                 of.pop(number, None)
 
 
@@ -263,19 +270,21 @@ class _SumOperation:
 
     def record(self, recorded: RecordedRows, into: Rows | None) -> None:
         own, rows, program = self._sum, recorded.rows, recorded.program
-        if own.factor != 1.0:
-            raise KernelArgumentError("factor", "of a sum is not 1")
-        if own.one not in self._drops or recorded.is_of_product(own.one):
-            raise KernelArgumentError("residual", "would be replaced by the sum, but is needed, or shared by ranks")
         one, other = rows[own.one], rows[own.other]
-        if self._norm is not None:
-            name = recorded.for_norm(self._norm.gives)
+        # Rows that are still needed stay, and those of a product, which ranks share.
+        replaces = own.one in self._drops and not recorded.is_of_product(own.one)
+        name = None if self._norm is None else recorded.for_norm(self._norm.gives)
+        if replaces and self._norm is not None:
             rows[self._norm.gives] = self._part.record_add(program, other, one, into=into or name)
+            recorded.replace(own.one, own.gives)
         else:
-            # There is no operation for a sum alone. The norm that is computed with it is read by nobody.
-            weight = torch.ones(one.width, dtype=one.dtype)
-            program.add_rms_norm(other, one, weight, 1.0, plus_one=False, into="unread norm")
-        recorded.replace(own.one, own.gives)
+            if replaces:
+                program.add(one, other, own.factor, into=one)
+                recorded.replace(own.one, own.gives)
+            else:
+                rows[own.gives] = program.add(one, other, own.factor, into=recorded.for_sum(own.gives))
+            if self._norm is not None:
+                rows[self._norm.gives] = self._part.record(program, rows[own.gives], into=into or name)
         recorded.drop(self._drops)
 
 
@@ -325,4 +334,4 @@ def _norm_of(step: Step, following: Step) -> Call | None:
     """The step behind a sum, if both are one operation: the norm of the sum."""
     if not isinstance(step, Sum) or step.factor != 1.0 or not isinstance(following, Call):
         return None
-    return following if isinstance(following.part, FusedNorm) and following.given == step.gives else None
+    return following if isinstance(following.part, FUSED_NORMS) and following.given == step.gives else None

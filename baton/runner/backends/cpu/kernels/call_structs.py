@@ -83,10 +83,11 @@ class QuantizeCall(ctypes.Structure):
 
 class NormCall(ctypes.Structure):
     _fields_ = [
-        *_fields(_POINTER, "x weight out residual sum gate"),
-        *_fields(_SIZE, "rows columns n row_stride column_stride gate_row_stride gate_column_stride rows_per_task"),
+        *_fields(_POINTER, "x weight out residual sum gate bias"),
+        *_fields(_SIZE, "rows columns n row_stride column_stride gate_row_stride gate_column_stride weight_stride"),
+        ("rows_per_task", _SIZE),
         ("eps", _FLOAT),
-        *_fields(_INT, "plus_one has_sigmoid_gate"),
+        *_fields(_INT, "plus_one has_sigmoid_gate around_mean"),
     ]
 
 
@@ -109,9 +110,21 @@ class Multiplier(IntEnum):
 class MultiplyCall(ctypes.Structure):
     _fields_ = [
         *_fields(_POINTER, "x by out"),
-        *_fields(_SIZE, "rows columns x_stride by_stride rows_per_task"),
+        *_fields(_SIZE, "rows columns width x_stride by_stride rows_per_task"),
         ("multiplier", _INT),
     ]
+
+
+class ActivateCall(ctypes.Structure):
+    _fields_ = [
+        *_fields(_POINTER, "x out"),
+        *_fields(_SIZE, "rows columns x_stride rows_per_task"),
+        ("activation", _INT),
+    ]
+
+
+class AddCall(ctypes.Structure):
+    _fields_ = [*_fields(_POINTER, "one other out"), *_fields(_SIZE, "rows columns rows_per_task"), ("factor", _FLOAT)]
 
 
 class RotateCall(ctypes.Structure):
@@ -205,6 +218,8 @@ class OperationKind(IntEnum):
     RECUR = 9
     GATE = 10
     MULTIPLY = 11
+    ACTIVATE = 12
+    ADD = 13
 
 
 OPERATION_NAMES = {
@@ -220,6 +235,8 @@ OPERATION_NAMES = {
     OperationKind.RECUR: "recur",
     OperationKind.GATE: "gate",
     OperationKind.MULTIPLY: "multiply",
+    OperationKind.ACTIVATE: "activate",
+    OperationKind.ADD: "add",
 }
 """The method of `Program` by which an operation is recorded."""
 
@@ -246,6 +263,8 @@ class Call(ctypes.Union):
         ("recurrence", KernelRecurrenceCall),
         ("gate", GateCall),
         ("multiply", MultiplyCall),
+        ("activate", ActivateCall),
+        ("add", AddCall),
     ]
 
 
@@ -291,6 +310,8 @@ _STRUCTURES: dict[str, type[ctypes.Structure | ctypes.Union]] = {
     "norm_call": NormCall,
     "gate_call": GateCall,
     "multiply_call": MultiplyCall,
+    "activate_call": ActivateCall,
+    "add_call": AddCall,
     "rotate_call": RotateCall,
     "store_call": StoreCall,
     "attention_call": KernelAttentionCall,

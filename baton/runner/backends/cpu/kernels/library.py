@@ -55,9 +55,9 @@ class Library:
     recur: Callable[..., int]
     gate: Callable[..., int]
     multiply: Callable[..., int]
-    gated_norm: Callable[..., int]
+    activate: Callable[..., int]
+    norm: Callable[..., int]
     take_rows: Callable[..., int]
-    rms_norm: Callable[..., int]
     rotate: Callable[..., int]
     run_program: Callable[..., int]
 
@@ -109,11 +109,9 @@ def library() -> Library:
     functions.baton_float8_rows.argtypes = [integer, integer, size] + [pointer] * 3 + [size] * 4 + [integer]
     functions.baton_attention.argtypes = [integer, integer, pointer, integer]
     functions.baton_store_kv.argtypes = [pointer]
-    for name in ("select_keys", "convolve", "recur", "gate", "gated_norm", "multiply"):
+    for name in ("select_keys", "convolve", "recur", "gate", "norm", "multiply", "activate"):
         getattr(functions, f"baton_{name}").argtypes = [integer, integer, pointer, integer]
     functions.baton_take_rows.argtypes = [integer, integer, pointer, pointer, pointer, size, size, size, integer]
-    norm = [integer, integer] + [pointer] * 5 + [size] * 5
-    functions.baton_rms_norm.argtypes = [*norm, ctypes.c_float, integer, integer]
     functions.baton_rotate.argtypes = [integer, integer] + [pointer] * 3 + [size] * 6 + [integer] * 3
     functions.baton_barrier_bytes.restype = size
     functions.baton_barrier_arrive.argtypes = [pointer, ctypes.c_uint32, ctypes.c_uint32, pointer]
@@ -142,9 +140,9 @@ def library() -> Library:
         recur=functions.baton_recur,
         gate=functions.baton_gate,
         multiply=functions.baton_multiply,
-        gated_norm=functions.baton_gated_norm,
+        activate=functions.baton_activate,
+        norm=functions.baton_norm,
         take_rows=functions.baton_take_rows,
-        rms_norm=functions.baton_rms_norm,
         rotate=functions.baton_rotate,
         run_program=functions.baton_run_program,
     )

@@ -248,7 +248,8 @@ def _activation_of(child: Any) -> Activation | None:
 
 
 def _computes(function: Callable[[torch.Tensor], torch.Tensor], activation: Activation) -> bool:
-    x = torch.linspace(-9, 9, 256)
+    # The dtype is named, since another thread that loads a model changes the default.
+    x = torch.linspace(-9, 9, 256, dtype=torch.float32)
     return torch.allclose(function(x), activate(x, activation), atol=1e-6)
 
 

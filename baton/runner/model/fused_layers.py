@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -118,6 +118,25 @@ class FusedLayerNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rows(x)
+
+
+class FusedActivation(nn.Module):
+    """An activation that a layer itself applies."""
+
+    def __init__(self, operations: Operations, activation: Activation) -> None:
+        super().__init__()
+        self._operations = operations
+        self._activation = activation
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, N] to [T, N]."""
+        return self._operations.activate(x, self._activation)
+
+    def record(self, program: Program, x: Rows, *, into: str) -> Rows:
+        return program.activate(x, self._activation, into=into)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows(x.reshape(-1, x.shape[-1])).view(x.shape)
 
 
 class FusedMlp(nn.Module, HasProducts):
@@ -232,6 +251,8 @@ class Rotation:
     """How the angles that the layer is given are laid out."""
     norms_last: bool = False
     """Whether queries and keys are rotated before their norms."""
+    query_factor: float = 1.0
+    """What the model multiplies queries with before attention; here it is part of attention's scale."""
 
     def arranged(self, angles: torch.Tensor) -> torch.Tensor:
         """Cosines or sines [T, R] with two equal halves, as the operations take them, from those of the model."""
@@ -246,6 +267,8 @@ class AttentionWeights(NamedTuple):
     out: tuple[str, nn.Linear]
     gate: tuple[str, nn.Linear] | None = None
     """What the gate of the attention's result is computed with, if that is a layer of its own."""
+    by_head: bool = False
+    """Whether one product gives each head's query, key and value side by side, and not all queries first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,15 +346,15 @@ class FusedAttention(CalledAsAttention, HasProducts):
         self._rotates_first = rotation.norms_last or None in norms
         self._gate = gate
         self._has_gates_in_queries = gate is not None and gate.in_queries
-        self._how = of_own_heads(how, self.own_heads)
-        own_rows = self._own_rows(num_heads, num_kv_heads)
+        self._how = of_own_heads(replace(how, scale=how.scale * rotation.query_factor), self.own_heads)
+        own_rows = self._rows_by_head() if given.by_head else self._own_rows(num_heads, num_kv_heads)
         weights = {name: weight_of(part) for name, part in given.projections.items()}
         self._qkv = AdaptableProduct(
             operations,
             operations.pack_own(*rows_in([*weights.values()], own_rows)),
             next(iter(weights.values())).shape[1],
             [(name, weight.shape[0]) for name, weight in weights.items()],
-            own_rows if self._has_gates_in_queries else (),
+            own_rows if self._has_gates_in_queries or given.by_head else (),
         )
         bias = joined_bias([*weights.values()], [part.bias for part in given.projections.values()])
         self._qkv_bias = None if bias is None else torch.cat([bias[rows.start : rows.stop] for rows in own_rows])
@@ -360,6 +383,12 @@ class FusedAttention(CalledAsAttention, HasProducts):
             queries = [range(at * dim, (at + 1) * dim) for at in places]
         kv = (range(at + own.kv.start * dim, at + own.kv.stop * dim) for at in (keys, keys + num_kv_heads * dim))
         return [*queries, *kv]
+
+    def _rows_by_head(self) -> list[range]:
+        """Where the own queries, keys and values are among outputs in which those of a head are side by side."""
+        dim = self._head_dim
+        places = (3 * head + part for part in range(3) for head in self.own_heads.queries)
+        return [range(at * dim, (at + 1) * dim) for at in places]
 
     @property
     def _ends(self) -> tuple[int, int, int]:

@@ -26,6 +26,7 @@ from baton.runner.model.fused_layers import (
     Angles,
     AnyNorm,
     AttentionWeights,
+    FusedActivation,
     FusedAttention,
     FusedLayerNorm,
     FusedMlp,
@@ -59,8 +60,8 @@ _MLP_NAMES = (
 _PLAIN_MLP_NAMES = (("up_proj", "down_proj"), ("c_fc", "c_proj"), ("fc1", "fc2"), ("dense_h_to_4h", "dense_4h_to_h"))
 """The same of an MLP without a gate."""
 _OF_LAYER_NORMS = ({"weight"}, {"weight", "bias"})
-_PROJECTION_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
-_OUT_NAMES = (("o_proj",), ("out_proj",), ("dense",))
+_PROJECTION_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("query_key_value",), ("c_attn",))
+_OUT_NAMES = (("o_proj",), ("out_proj",), ("dense",), ("c_proj",))
 _TAKEN_BY_OTHERS = {"key_value_states", "encoder_hidden_states"}
 """What attention to another text is given."""
 _GATE_NAMES = (("gate_proj",), ("g_proj",))
@@ -82,6 +83,7 @@ def fuse(module: nn.Module, operations: Operations, row_quantum: int, release: R
     generator = torch.Generator().manual_seed(0)
     widths = angle_widths(module)
     with torch.inference_mode():
+        _use_linear_layers(module)
         angle_dtypes = angle_dtypes_of(module)
         for parent, name, child in children_of(module):
             norm = _fused_norm(child, operations, generator) or _fused_layer_norm(child, operations, generator)
@@ -104,7 +106,28 @@ def fuse(module: nn.Module, operations: Operations, row_quantum: int, release: R
                 continue
             setattr(parent, name, fused)
             release(child)
+        _fuse_activations(module, operations)
     return why_not
+
+
+def _use_linear_layers(module: nn.Module) -> None:
+    """Put linear layers in the place of those that keep their weights transposed, which compute the same."""
+    from transformers.pytorch_utils import Conv1D
+
+    for parent, name, child in children_of(module):
+        if isinstance(child, Conv1D):
+            linear = nn.Linear(1, 1, bias=False, device="meta")
+            linear.weight, linear.bias = nn.Parameter(child.weight.detach().T, requires_grad=False), child.bias
+            linear.out_features, linear.in_features = linear.weight.shape
+            setattr(parent, name, linear)
+
+
+def _fuse_activations(module: nn.Module, operations: Operations) -> None:
+    """Replace the activations that layers apply themselves, whose MLP is no part of its own."""
+    for parent, name, child in children_of(module):
+        is_of_layer = any(isinstance(part, FusedAttention) for part in parent.children())
+        if is_of_layer and child is _activation_function(parent) and (activation := _activation_of(parent)):
+            setattr(parent, name, FusedActivation(operations, activation))
 
 
 def gated_activation(apply_gate: Callable[[torch.Tensor], torch.Tensor]) -> Activation | None:
@@ -297,16 +320,24 @@ def _fused_attention(
         if value.shape != key.shape or query.shape[2] != key.shape[2]:
             raise _NotRecognised("keys and values have different shapes")
         norms = _head_norms(child, heads)
-        rotation = _rotation(weights, norms, x[0], cos[0], sin[0], layout, echo.seen[0])
         why = "no known kind of rotation gives the same result"
-        if rotation is None:
-            continue
-        for gate in _output_gates(weights, heads):
-            fused = FusedAttention(operations, child.layer_idx, weights, heads, norms, echo.how, rotation, gate)
-            if _same_attention(child, fused, x, cos, sin):
-                return fused
-        why = "its result is changed before the last product"
+        for laid_out in _layouts(weights, heads):
+            rotation = _rotation(child, laid_out, norms, x[0], cos[0], sin[0], layout, echo.seen[0])
+            if rotation is None:
+                continue
+            for gate in _output_gates(laid_out, heads):
+                fused = FusedAttention(operations, child.layer_idx, laid_out, heads, norms, echo.how, rotation, gate)
+                if _same_attention(child, fused, x, cos, sin):
+                    return fused
+            why = "its result is changed before the last product"
     raise _NotRecognised(why)
+
+
+def _layouts(weights: AttentionWeights, heads: tuple[int, int, int]) -> list[AttentionWeights]:
+    """The weights with the orders in which one product may give queries, keys and values."""
+    if len(weights.projections) > 1 or heads[0] != heads[1]:
+        return [weights]
+    return [weights, weights._replace(by_head=True)]
 
 
 def _attention_weights(child: Any) -> AttentionWeights | None:
@@ -316,7 +347,7 @@ def _attention_weights(child: Any) -> AttentionWeights | None:
     if out is None or projections is None:
         return None
     taken = inspect.signature(type(child).forward).parameters
-    if _TAKEN_BY_OTHERS & taken.keys():
+    if _TAKEN_BY_OTHERS & taken.keys() and getattr(child, "is_cross_attention", True):
         raise _NotRecognised("it takes other arguments than rows and rotary angles")
     gate = next(iter((_linears(child, _GATE_NAMES) or {}).items()), None)
     return AttentionWeights(projections, next(iter(out.items())), gate)
@@ -384,6 +415,7 @@ def _gates_are_in_queries(weights: AttentionWeights, heads: tuple[int, int, int]
 
 
 def _rotation(
+    child: nn.Module,
     weights: AttentionWeights,
     norms: tuple[AnyNorm | None, AnyNorm | None],
     x: torch.Tensor,
@@ -397,14 +429,17 @@ def _rotation(
     heads = (expected[0].shape[1], expected[1].shape[1], expected[0].shape[2])
     if _gates_are_in_queries(weights, heads):
         given = torch.cat((given[:, : 2 * heads[0] : 2], given[:, 2 * heads[0] :]), dim=1)
+    if weights.by_head:
+        given = given.view(len(x), heads[0], 3, -1).transpose(1, 2).flatten(1, 2)
     query, key = given[:, : heads[0]], given[:, heads[0] : heads[0] + heads[1]]
-    for kind, norms_last in product(KINDS, (False, True)):
-        rotation = Rotation(kind, layout, norms_last)
+    factors = (1.0, *(number for number in vars(child).values() if isinstance(number, float) and number > 0.0))
+    for factor, kind, norms_last in product(dict.fromkeys(factors), KINDS, (False, True)):
+        rotation = Rotation(kind, layout, norms_last, factor)
         cos_sin = [rotation.arranged(angles) for angles in (cos, sin)]
         if kind != "none" and cos_sin[0].shape[1] > query.shape[2]:
             continue
-        pairs = zip((query, key), norms, expected, strict=False)
-        if all(agree(seen, _turned(rows, norm, rotation, cos_sin)) for rows, norm, seen in pairs):
+        turned = [_turned(rows, norm, rotation, cos_sin) for rows, norm in zip((query, key), norms, strict=True)]
+        if agree(expected[0], turned[0] * factor) and agree(expected[1], turned[1]):
             return rotation
     return None
 
@@ -430,7 +465,7 @@ def _same_attention(
 ) -> bool:
     """Whether both pass the same rows to attention and compute the same from its result."""
     theirs, expected = echoed(child, x, (cos, sin))
-    ours = EchoAttention()
+    ours = EchoAttention(fused.rotation.query_factor)
     object.__setattr__(fused, "baton_attend", ours)
     out = fused.rows(x[0], fused.rotation.arranged(cos[0]), fused.rotation.arranged(sin[0]))
     own = fused.own_heads

@@ -19,10 +19,12 @@ from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.model.attention import PagedAttention
-from baton.runner.model.fused_layers import FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp
+from baton.runner.model.fused_layers import FusedActivation, FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp
+from baton.runner.model.layers import PackedLinear
 
 FUSED_NORMS = (FusedNorm, FusedLayerNorm)
-FUSED_MLPS = (FusedMlp, PlainMlp)
+FUSED_PARTS = (FusedMlp, PlainMlp, PackedLinear, FusedActivation)
+"""Parts that aren't norms and compute each row alone, by Baton's operations."""
 
 
 @runtime_checkable
@@ -123,17 +125,29 @@ class RecordedRows:
         self.angles = angles
         self.sampling = sampling
         self._of_product: dict[int, str] = {}
+        self._last_product = ""
         self._of_norm: dict[int, str] = {}
         self._of_sum: dict[int, str] = {}
+        self._of_activation: dict[int, str] = {}
 
-    def for_product(self, number: int) -> str:
-        """The buffer for the rows `number`, which a part gives whose last operation is a product."""
-        self._of_product[number] = name = _unused("share", self._of_product)
+    def for_product(self, number: int, *, alone: bool = False) -> str:
+        """The buffer for the rows `number`, which a part gives whose last operation is a product, or which is `alone`.
+
+        Ranks wait for each other at each product: at one before the last in a part, all have read what the parts before
+        it gave. One that is alone may not write where others may still read what the product before it gave.
+        """
+        used = {**self._of_product, -1: self._last_product} if alone else self._of_product
+        self._of_product[number] = self._last_product = name = _unused("share", used)
         return name
 
     def for_norm(self, number: int) -> str:
         """The buffer for the rows `number`, which a norm gives."""
         self._of_norm[number] = name = _unused("normed", self._of_norm)
+        return name
+
+    def for_activation(self, number: int) -> str:
+        """The buffer for the rows `number`, which an activation gives."""
+        self._of_activation[number] = name = _unused("activation", self._of_activation)
         return name
 
     def for_sum(self, number: int) -> str:
@@ -154,7 +168,7 @@ class RecordedRows:
     def drop(self, numbers: Sequence[int]) -> None:
         """Say that these rows are needed no more."""
         for number in numbers:
-            for of in (self.rows, self._of_product, self._of_norm, self._of_sum):
+            for of in (self.rows, self._of_product, self._of_norm, self._of_sum, self._of_activation):
                 of.pop(number, None)
 
 
@@ -187,7 +201,7 @@ class _PartOperation:
         self._row_quantum = row_quantum
         part: Any = call.part
         self._rows: Callable[[torch.Tensor], torch.Tensor] = self._by_torch
-        if isinstance(part, FUSED_NORMS + FUSED_MLPS):
+        if isinstance(part, FUSED_NORMS + FUSED_PARTS):
             self._rows = part.rows
 
     def run(self, step: StepRows) -> None:
@@ -207,8 +221,11 @@ class _PartOperation:
         if isinstance(part, FUSED_NORMS):
             name = recorded.for_norm(call.gives)
             rows = part.record(recorded.program, x, into=into or name)
-        elif isinstance(part, FUSED_MLPS):
-            rows = part.record(recorded.program, x, into=recorded.for_product(call.gives))
+        elif isinstance(part, FusedActivation):
+            rows = part.record(recorded.program, x, into=recorded.for_activation(call.gives))
+        elif isinstance(part, FUSED_PARTS):
+            name = recorded.for_product(call.gives, alone=isinstance(part, PackedLinear))
+            rows = part.record(recorded.program, x, into=name)
         else:
             raise KernelArgumentError("part", f"is a {type(part).__name__}, which torch computes")
         recorded.rows[call.gives] = rows

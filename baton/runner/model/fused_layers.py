@@ -253,6 +253,8 @@ class Rotation:
     """Whether queries and keys are rotated before their norms."""
     query_factor: float = 1.0
     """What the model multiplies queries with before attention; here it is part of attention's scale."""
+    bound: float | None = None
+    """What queries, keys and values are before anything else if they exceed it, in either direction; None: they may."""
 
     def arranged(self, angles: torch.Tensor) -> torch.Tensor:
         """Cosines or sines [T, R] with two equal halves, as the operations take them, from those of the model."""
@@ -404,6 +406,8 @@ class FusedAttention(CalledAsAttention, HasProducts):
         operations, count, dim = self._operations, x.shape[0], self._head_dim
         queries, keys, values = self._ends
         qkv = self._qkv.linear(x, self._qkv_bias)
+        if (bound := self.rotation.bound) is not None:
+            qkv = qkv.clamp_(-bound, bound)
         query, gates = qkv[:, :queries].view(count, -1, dim), qkv[:, queries:keys]
         key, value = qkv[:, keys:values].view(count, -1, dim), qkv[:, values:].view(count, -1, dim)
         if self._gates is not None:
@@ -463,6 +467,8 @@ class FusedAttention(CalledAsAttention, HasProducts):
             raise KernelArgumentError("x", "has only a rank's own gates, and programs gather what attention gives")
         queries, keys, values = self._ends
         qkv = self._qkv.record(program, x, self._qkv_bias, into="qkv")
+        if (bound := self.rotation.bound) is not None:
+            qkv = program.clamp(qkv, bound, into="bounded qkv")
         query, gates = qkv.columns(0, queries), qkv.columns(queries, keys)
         key, value = qkv.columns(keys, values), qkv.columns(values, qkv.width)
         if self._gates is not None:

@@ -46,6 +46,10 @@ from baton.runner.model.stored.layers import (
 
 NUM_ROWS = 5
 """So many rows are compared."""
+_LARGE = 1000.0
+"""Attention is compared for as many rows that are so much larger, too, since some of its numbers may be bounded."""
+_EPSILONS = (1e-5, 1e-6)
+"""What norms may add to the variance that don't say what they add."""
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu", "relu", "relu_squared")
 _GATE_ACTIVATIONS: tuple[Literal["sigmoid", "softplus"], ...] = ("sigmoid", "softplus")
 LAYOUTS: tuple[AngleLayout, ...] = ("halves", "half", "pairs")
@@ -84,9 +88,10 @@ def fuse(module: nn.Module, operations: Operations, row_quantum: int, release: R
     widths = angle_widths(module)
     with torch.inference_mode():
         _use_linear_layers(module)
+        like = next((p.detach().flatten()[:0] for p in module.parameters() if p.is_floating_point()), torch.empty(0))
         angle_dtypes = angle_dtypes_of(module)
         for parent, name, child in children_of(module):
-            norm = _fused_norm(child, operations, generator) or _fused_layer_norm(child, operations, generator)
+            norm = _fused_norm(child, operations, generator) or _fused_layer_norm(child, operations, generator, like)
             if norm is not None:
                 setattr(parent, name, norm)
         for parent, name, child in children_of(module):
@@ -181,12 +186,21 @@ def _fused_norm(child: nn.Module, operations: Operations, generator: torch.Gener
     return None
 
 
-def _fused_layer_norm(child: nn.Module, operations: Operations, generator: torch.Generator) -> FusedLayerNorm | None:
+def _fused_layer_norm(
+    child: Any, operations: Operations, generator: torch.Generator, like: torch.Tensor
+) -> FusedLayerNorm | None:
+    """`like`: in the dtype and on the device of the weights that a norm without any has."""
     names = {name for name, _ in child.named_parameters()}
     eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))
-    if isinstance(child, nn.Linear) or list(child.children()) or not eps or names not in _OF_LAYER_NORMS:
+    shape = getattr(child, "normalized_shape", None)
+    if isinstance(child, nn.Linear) or list(child.children()):
         return None
-    weight, bias = child.get_parameter("weight").detach(), getattr(child, "bias", None)
+    if not names and isinstance(shape, tuple) and len(shape) == 1:
+        weight, bias = like.new_ones(shape), None
+    elif eps and names in _OF_LAYER_NORMS:
+        weight, bias = child.get_parameter("weight").detach(), getattr(child, "bias", None)
+    else:
+        return None
     if weight.dim() > 2 or (bias is not None and bias.shape != weight.shape):
         return None
     rows = torch.randn(*weight.shape[:-1], NUM_ROWS, weight.shape[-1], dtype=torch.float32, generator=generator)
@@ -196,7 +210,8 @@ def _fused_layer_norm(child: nn.Module, operations: Operations, generator: torch
         expected = child(x)
     except (TypeError, AttributeError):
         return None  # one with a gate takes more than rows
-    fused = (FusedLayerNorm(operations, factor, bias, eps) for factor in (weight, weight + 1))
+    kinds = product((weight, weight + 1) if names else (weight,), (eps,) if eps else _EPSILONS)
+    fused = (FusedLayerNorm(operations, factor, bias, added) for factor, added in kinds)
     return next((norm for norm in fused if agree(expected, norm(x))), None)
 
 
@@ -293,7 +308,9 @@ def _fused_attention(
     if weights is None:
         return None
     first = next(iter(weights.projections.values()))
-    x = like_input(first, torch.randn(1, NUM_ROWS, first.in_features, dtype=torch.float32, generator=generator))
+    rows = torch.randn(1, 2 * NUM_ROWS, first.in_features, dtype=torch.float32, generator=generator)
+    rows[:, NUM_ROWS:] *= _LARGE
+    x = like_input(first, rows)
     if strange := angle_dtypes - {x.dtype, torch.float32}:
         raise _NotRecognised(f"its rotary angles are {strange.pop()}, and its rows {x.dtype}")
     if len(angle_dtypes) > 1:
@@ -301,7 +318,7 @@ def _fused_attention(
     why, is_called = "it takes no rotary angles", False
     angle_dtype = next(iter(angle_dtypes), x.dtype)
     for width, layout in product(widths or [0], LAYOUTS):
-        angles = random_angles(width, layout, generator)
+        angles = random_angles(width, layout, generator, 2 * NUM_ROWS)
         cos, sin = (part.to(x.device, angle_dtype) for part in (angles.cos(), angles.sin()))
         try:
             echo, _ = echoed(child, x, (cos, sin))
@@ -321,8 +338,8 @@ def _fused_attention(
             raise _NotRecognised("keys and values have different shapes")
         norms = _head_norms(child, heads)
         why = "no known kind of rotation gives the same result"
-        for laid_out in _layouts(weights, heads):
-            rotation = _rotation(child, laid_out, norms, x[0], cos[0], sin[0], layout, echo.seen[0])
+        for laid_out, bound in product(_layouts(weights, heads), _bounds(value)):
+            rotation = _rotation(child, laid_out, norms, bound, x[0], cos[0], sin[0], layout, echo.seen[0])
             if rotation is None:
                 continue
             for gate in _output_gates(laid_out, heads):
@@ -331,6 +348,12 @@ def _fused_attention(
                     return fused
             why = "its result is changed before the last product"
     raise _NotRecognised(why)
+
+
+def _bounds(value: torch.Tensor) -> list[float | None]:
+    """What queries, keys and values may be bounded by: nothing, or what many values of the large rows are."""
+    large = value[NUM_ROWS:].float().abs()
+    return [None, float(large.max())] if int((large == large.max()).sum()) > 1 else [None]
 
 
 def _layouts(weights: AttentionWeights, heads: tuple[int, int, int]) -> list[AttentionWeights]:
@@ -418,6 +441,7 @@ def _rotation(
     child: nn.Module,
     weights: AttentionWeights,
     norms: tuple[AnyNorm | None, AnyNorm | None],
+    bound: float | None,
     x: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -429,17 +453,19 @@ def _rotation(
     heads = (expected[0].shape[1], expected[1].shape[1], expected[0].shape[2])
     if _gates_are_in_queries(weights, heads):
         given = torch.cat((given[:, : 2 * heads[0] : 2], given[:, 2 * heads[0] :]), dim=1)
+    if bound is not None:
+        given = given.clamp(-bound, bound)
     if weights.by_head:
         given = given.view(len(x), heads[0], 3, -1).transpose(1, 2).flatten(1, 2)
     query, key = given[:, : heads[0]], given[:, heads[0] : heads[0] + heads[1]]
     factors = (1.0, *(number for number in vars(child).values() if isinstance(number, float) and number > 0.0))
     for factor, kind, norms_last in product(dict.fromkeys(factors), KINDS, (False, True)):
-        rotation = Rotation(kind, layout, norms_last, factor)
+        rotation = Rotation(kind, layout, norms_last, factor, bound)
         cos_sin = [rotation.arranged(angles) for angles in (cos, sin)]
         if kind != "none" and cos_sin[0].shape[1] > query.shape[2]:
             continue
         turned = [_turned(rows, norm, rotation, cos_sin) for rows, norm in zip((query, key), norms, strict=True)]
-        if agree(expected[0], turned[0] * factor) and agree(expected[1], turned[1]):
+        if _agree_in_parts(expected[0], turned[0] * factor) and _agree_in_parts(expected[1], turned[1]):
             return rotation
     return None
 
@@ -471,7 +497,13 @@ def _same_attention(
     own = fused.own_heads
     seen = (heads_in(rows, heads) for rows, heads in zip(theirs.seen[0], (own.queries, own.kv, own.kv), strict=True))
     pairs = zip(seen, ours.seen[0], strict=True)
-    return agree(expected[0], out) and all(agree(theirs, ours) for theirs, ours in pairs)
+    return _agree_in_parts(expected[0], out) and all(_agree_in_parts(theirs, ours) for theirs, ours in pairs)
+
+
+def _agree_in_parts(expected: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether both the small rows and the large ones of two results agree."""
+    same = expected.shape == out.shape
+    return same and all(agree(*parts) for parts in zip(*(torch.split(rows, NUM_ROWS) for rows in (expected, out)), strict=True))
 
 
 def agree(expected: torch.Tensor, out: torch.Tensor) -> bool:

@@ -149,6 +149,16 @@ def test_norms_around_the_mean_and_mlps_without_a_gate_are_found(
     assert up_and_down < {module.rpartition(".")[2] for module in runner._transformer.adapters.modules}
 
 
+def test_a_bound_that_few_numbers_reach_is_found(tmp_path: Path) -> None:
+    """Numbers of ordinary rows don't come near it; the norms have no weights."""
+    runner = loaded(tmp_path, model_type="olmo", clip_qkv=20.0)
+    assert runner.model.bit_exact
+    parts = list(runner._transformer._module.modules())
+    assert {part.rotation.bound for part in parts if isinstance(part, FusedAttention)} == {20.0}
+    assert sum(isinstance(part, FusedLayerNorm) for part in parts) == 7
+    assert runner._transformer.why_no_programs == ""
+
+
 @pytest.mark.parametrize("name", ["jamba", "nemotron_h"])
 def test_attention_without_any_rotation_is_found(tmp_path: Path, name: str) -> None:
     write_varied_model(tmp_path, LISTED_TYPES[name], seed=1)

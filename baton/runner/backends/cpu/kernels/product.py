@@ -25,6 +25,7 @@ _GROUP = 64
 """Columns of a group of packed memory (csrc/kernels.h)."""
 NOT_GATED = 0
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu_squared": 5}
+CLAMP = 6
 
 
 @dataclass(frozen=True, slots=True)

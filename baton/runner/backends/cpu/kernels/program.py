@@ -30,6 +30,7 @@ from baton.runner.backends.cpu.kernels.barrier import GrowingMemory
 from baton.runner.backends.cpu.kernels.buffers import Buffers, Rows
 from baton.runner.backends.cpu.kernels.call_structs import (
     OPERATION_NAMES,
+    ActivateCall,
     AddCall,
     Call,
     LinearCall,
@@ -46,7 +47,7 @@ from baton.runner.backends.cpu.kernels.call_structs import (
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.float8 import PackedFloat8Weight
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
-from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, NOT_GATED, Activation, PackedWeight
+from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, CLAMP, NOT_GATED, Activation, PackedWeight
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
 from baton.runner.backends.cpu.kernels.rows import (
     GateActivation,
@@ -184,6 +185,13 @@ class Program:
         """Record activation(x), rounded once."""
         out = self._out(into, x.width, x.sampled)
         call = activate_structure(x.width, x.stride, activation)
+        self._record(OperationKind.ACTIVATE, x, Call(activate=call), out=out)
+        return out
+
+    def clamp(self, x: Rows, bound: float, *, into: str | Rows) -> Rows:
+        """Record x with the numbers beyond -bound and bound replaced by these."""
+        out = self._out(into, x.width, x.sampled)
+        call = ActivateCall(columns=x.width, x_stride=x.stride, activation=CLAMP, bound=bound)
         self._record(OperationKind.ACTIVATE, x, Call(activate=call), out=out)
         return out
 

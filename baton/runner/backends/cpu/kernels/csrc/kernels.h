@@ -34,6 +34,7 @@ enum activation {
     ACTIVATION_GELU = 3,
     ACTIVATION_RELU = 4,
     ACTIVATION_RELU_SQUARED = 5,
+    ACTIVATION_CLAMP = 6, /* of activate_call alone */
 };
 /* library.py has the error message for each status. */
 enum status {
@@ -176,6 +177,7 @@ struct activate_call {
     void *out;     /* contiguous */
     size_t rows, columns, x_stride, rows_per_task;
     int activation; /* enum activation */
+    float bound;    /* with ACTIVATION_CLAMP: numbers above it become it, and those below its opposite that */
 };
 
 /* one + other * factor; the product is rounded, and then the sum. */

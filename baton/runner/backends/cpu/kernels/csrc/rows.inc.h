@@ -136,7 +136,11 @@ INLINE void activate_rows(const enum dtype dtype, const struct activate_call *ca
         for (size_t i = 0; i < call->columns; i += LANES) {
             const size_t count = lanes_left(i, call->columns);
             v16 x = load_lanes(dtype, call->x, row * call->x_stride + i, count);
-            store_lanes(dtype, call->out, row * call->columns + i, count, v_activate((enum activation)call->activation, x));
+            if (call->activation == ACTIVATION_CLAMP)
+                x = v_min(v_set1(call->bound), v_max(v_set1(-call->bound), x)); /* NaN passes */
+            else
+                x = v_activate((enum activation)call->activation, x);
+            store_lanes(dtype, call->out, row * call->columns + i, count, x);
         }
 }
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cpu.kernels import KernelArgumentError
-from baton.runner.backends.operations import Activation
+from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.torch_operations import activate
 from tests.support.kernel_inputs import randn
@@ -38,8 +38,7 @@ def test_products_equal_those_in_float64(operations: Any, dtype: torch.dtype) ->
     assert_near(operations.linear(x, operations.pack(gate)), expected)
     assert_near(operations.linear(x, operations.pack(gate), bias), expected + bias.double())
     both = operations.pack_gated(gate, up)
-    activations: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
-    for activation in activations:
+    for activation in get_args(Activation):
         gated = activate(expected, activation) * (x.double() @ up.double().T)
         assert_near(operations.gated_linear(x, both, activation=activation), gated)
 
@@ -102,6 +101,26 @@ def test_norms_equal_those_in_float64(operations: Any, dtype: torch.dtype) -> No
     normal = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     assert_near(operations.rms_norm(x, weight, 1e-5), normal * weight.double())
     assert_near(operations.rms_norm(x, weight, 1e-5, plus_one=True), normal * (1 + weight.double()))
+
+
+def test_norms_around_the_mean_equal_those_in_float64(operations: Any, dtype: torch.dtype) -> None:
+    """Of rows, and of heads with weights of their own."""
+    x, bias = (randn(13, 4, 24, seed=0) + 3).to(dtype), randn(24, seed=2, dtype=dtype)
+    for weight in (randn(24, seed=1, dtype=dtype), randn(4, 24, seed=1, dtype=dtype)):
+        around = x.double() - x.double().mean(-1, keepdim=True)
+        normal = around / (around.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+        assert_near(operations.layer_norm(x, weight, None, 1e-5), normal)
+        out = operations.layer_norm(x, weight, bias, 1e-5)
+        assert_near(out, normal + bias.double())
+        assert torch.equal(operations.layer_norm(x[4:5], weight, bias, 1e-5), out[4:5])
+
+
+def test_activations_equal_those_in_float64(operations: Any, dtype: torch.dtype) -> None:
+    x = randn(13, 50, seed=0, dtype=dtype)[:, 3:40]
+    for activation in get_args(Activation):
+        out = operations.activate(x, activation)
+        assert_near(out, activate(x.double(), activation))
+        assert torch.equal(operations.activate(x[4:5], activation), out[4:5])
 
 
 @dataclass(frozen=True)

@@ -359,10 +359,12 @@ def test_gated_norms_equal_those_in_float64(operations: Any, dtype: torch.dtype,
         assert torch.equal(alone[0], out[row])
 
 
-@pytest.mark.parametrize("activation", [None, "sigmoid", "softplus"])
-def test_products_of_rows_equal_those_in_float64(operations: Any, dtype: torch.dtype, activation: Any) -> None:
-    """The rows are some columns of wider ones."""
-    x, by = randn(13, 50, dtype=dtype)[:, 5:42], (20 * randn(13, 61, seed=1)).to(dtype)[:, 24:]
+@pytest.mark.parametrize(("activation", "heads"), [(None, 37), ("sigmoid", 37), ("softplus", 37), ("sigmoid", 1)])
+def test_products_of_rows_equal_those_in_float64(
+    operations: Any, dtype: torch.dtype, activation: Any, heads: int
+) -> None:
+    """The rows are some columns of wider ones; those of one head are multiplied with one number."""
+    x, by = randn(13, 50, dtype=dtype)[:, 5:42], (20 * randn(13, 61, seed=1)).to(dtype)[:, 24 : 24 + heads]
     out = operations.multiply(x, by, activation)
     compute: dict[Any, Any] = {"sigmoid": torch.sigmoid, "softplus": torch.nn.functional.softplus}
     assert out.dtype == dtype

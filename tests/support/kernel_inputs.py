@@ -112,9 +112,11 @@ def misfits() -> list[tuple[torch.Tensor, torch.Tensor | None, str]]:
 
 
 def activated(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """The activation of a gated product, computed by torch."""
+    """The activation, computed by torch."""
     if activation == "silu":
         return torch.nn.functional.silu(gate)
+    if activation in ("relu", "relu_squared"):
+        return torch.nn.functional.relu(gate) ** (1 if activation == "relu" else 2)
     return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 

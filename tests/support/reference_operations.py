@@ -16,11 +16,11 @@ import torch
 
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cpu.kernels.attention import require_distance_bias
+from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction
 from baton.runner.backends.cpu.kernels.states import require_convolution, require_recurrence
 from baton.runner.backends.key_selection import SelectionCall, positions_in, select_by_torch
 from baton.runner.backends.low_rank import LowRank, RowAdapters
-from baton.runner.backends.operations import Activation
 from baton.runner.backends.paged_cache import CacheView, read_blocks, write_rows
 from baton.runner.backends.quantized_product import narrow_product
 from baton.runner.backends.quantized_weight import NarrowWeight
@@ -197,6 +197,8 @@ def _product(x: torch.Tensor, weight: PackedWeight | NarrowWeight | PackedStack)
 
 
 def _activate(x: Array, activation: Activation) -> Array:
+    if activation in ("relu", "relu_squared"):
+        return np.maximum(x, np.float32(0)) ** (1 if activation == "relu" else 2)
     if activation == "silu":
         return np.asarray(x / (np.float32(1) + np.exp(-x)), dtype=np.float32)
     if activation == "gelu":
@@ -270,6 +272,13 @@ def select_keys(call: SelectionCall) -> torch.Tensor:
     return select_by_torch(call)
 
 
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    wide = _array(x)
+    around = wide - wide.mean(-1, keepdims=True, dtype=np.float32)
+    normal = around / np.sqrt((around * around).mean(-1, keepdims=True) + np.float32(eps)) * _array(weight)
+    return torch.from_numpy(normal if bias is None else normal + _array(bias)).to(x.dtype)
+
+
 def gated_rms_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: GateActivation
 ) -> torch.Tensor:
@@ -295,11 +304,19 @@ def gate(
 def multiply(x: torch.Tensor, by: torch.Tensor, activation: GateFunction | None) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype)
     for row, (own, multiplier) in enumerate(zip(_array(x), _array(by), strict=True)):
+        multiplier = np.repeat(multiplier, len(own) // len(multiplier))
         if activation == "softplus":
             multiplier = np.logaddexp(multiplier, np.float32(0))
         elif activation == "sigmoid":
             multiplier = 1 / (np.float32(1) + np.exp(-multiplier))
         out[row] = torch.from_numpy(own * multiplier).to(x.dtype)
+    return out
+
+
+def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype)
+    for row, own in enumerate(_array(x)):
+        out[row] = torch.from_numpy(_activate(own, activation)).to(x.dtype)
     return out
 
 

@@ -10,12 +10,13 @@ import torch
 from baton.runner.backends.attention_call import AttentionCall
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError, Packed, PackedHeads, PackedMixture, Program
+from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU
 from baton.runner.backends.key_selection import SelectionCall
 from baton.runner.backends.low_rank import LowRank, RowAdapters
-from baton.runner.backends.operations import Activation, Operations
+from baton.runner.backends.operations import Operations
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.ranks.ranks import ONE_RANK, Ranks
 from baton.runner.backends.routing import Routing, SharedRows
@@ -118,6 +119,9 @@ class CompiledOperations:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return kernels.add_rms_norm(x, residual, weight, eps, plus_one=plus_one, threads=self.num_threads)
 
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        return kernels.layer_norm(x, weight, bias, eps, threads=self.num_threads)
+
     def gated_rms_norm(
         self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: GateActivation
     ) -> torch.Tensor:
@@ -130,6 +134,9 @@ class CompiledOperations:
 
     def multiply(self, x: torch.Tensor, by: torch.Tensor, activation: GateFunction | None) -> torch.Tensor:
         return kernels.multiply(x, by, activation, threads=self.num_threads)
+
+    def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        return kernels.activate(x, activation, threads=self.num_threads)
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, in_pairs: bool = False) -> None:
         kernels.rotate(x, cos, sin, in_pairs=in_pairs, threads=self.num_threads)

@@ -7,11 +7,12 @@ One model uses one implementation: the C kernels (kernel_choice.py), torch's pro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from baton.runner.backends.attention_call import AttentionCall
+from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction
 from baton.runner.backends.key_selection import SelectionCall
@@ -21,8 +22,6 @@ from baton.runner.backends.ranks.ranks import Ranks
 from baton.runner.backends.routing import Routing, SharedRows
 from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall
 from baton.runner.backends.weight_rows import Weight
-
-Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 class Operations(Protocol):
@@ -171,6 +170,13 @@ class Operations(Protocol):
         """The sum x + residual in their dtype, and the `rms_norm` of the sum; both [..., N]."""
         ...
 
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        """The norm of x [..., N] around its mean, times the weight [N], plus bias [N], in float32 and rounded once.
+
+        The weight may be [H, N], for x [..., H, N].
+        """
+        ...
+
     def gated_rms_norm(
         self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: GateActivation
     ) -> torch.Tensor:
@@ -192,8 +198,13 @@ class Operations(Protocol):
     def multiply(self, x: torch.Tensor, by: torch.Tensor, activation: GateFunction | None) -> torch.Tensor:
         """x * activation(by), or without one x * by, of x and by [T, N] in x's dtype: [T, N].
 
-        Everything is computed in float32 and rounded once.
+        by may be [T, H], with one number for each N / H columns of x. Everything is computed in float32 and rounded
+        once.
         """
+        ...
+
+    def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """activation(x) of x [T, N], in float32 and rounded once: [T, N]."""
         ...
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, in_pairs: bool = False) -> None:

@@ -147,11 +147,13 @@ class ShardedOperations:
         self.linear_of_heads = inner.linear_of_heads
         self.rms_norm = inner.rms_norm
         self.add_rms_norm = inner.add_rms_norm
+        self.layer_norm = inner.layer_norm
         self.gated_rms_norm = inner.gated_rms_norm
         self.gate = inner.gate
         self.multiply = inner.multiply
         self.route = inner.route
         self.sum_experts = inner.sum_experts
+        self.activate = inner.activate
         self.rotate = inner.rotate
         self.store_kv = inner.store_kv
         self.paged_attention = inner.paged_attention

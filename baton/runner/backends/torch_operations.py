@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from baton.runner.backends import torch_states
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cpu.kernels.attention import require_distance_bias
+from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction
 from baton.runner.backends.device import CPU
 from baton.runner.backends.key_selection import SelectionCall, positions_in, select_by_torch
 from baton.runner.backends.low_rank import LowRank, RowAdapters
-from baton.runner.backends.operations import Activation
 from baton.runner.backends.paged_cache import CacheView, read_blocks, write_rows
 from baton.runner.backends.quantized_product import block_of, narrow_product, require_float8_groups
 from baton.runner.backends.quantized_weight import Float8Weight, NarrowWeight, QuantizedWeight
@@ -55,6 +55,9 @@ def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Apply an activation by its name, in x's dtype."""
     if activation == "silu":
         return functional.silu(x)
+    if activation in ("relu", "relu_squared"):
+        positive = functional.relu(x)
+        return positive if activation == "relu" else positive * positive
     return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
@@ -65,6 +68,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool) 
     if plus_one:
         return (normal * (1.0 + weight.float())).to(x.dtype)
     return weight * normal.to(x.dtype)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """Norm of x [..., N] around its mean, as `Operations.layer_norm`; torch computes each row alone."""
+    if weight.ndim == 1:
+        return functional.layer_norm(x, weight.shape, weight, bias, eps)
+    normal = functional.layer_norm(x.float(), x.shape[-1:], None, None, eps) * weight.float()
+    return (normal if bias is None else normal + bias.float()).to(x.dtype)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, in_pairs: bool) -> None:
@@ -240,6 +251,9 @@ class TorchOperations:
         total = x + residual
         return total, rms_norm(total, weight, eps, plus_one)
 
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        return layer_norm(x, weight, bias, eps)
+
     def gated_rms_norm(
         self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: GateActivation
     ) -> torch.Tensor:
@@ -251,6 +265,8 @@ class TorchOperations:
         return torch_states.gate(x, function, bias, factor)
 
     def multiply(self, x: torch.Tensor, by: torch.Tensor, activation: GateFunction | None) -> torch.Tensor:
+        if by.shape != x.shape:
+            by = by.repeat_interleave(x.shape[1] // by.shape[1], dim=1)
         if activation is None:
             return x * by
         compute = functional.softplus if activation == "softplus" else torch.sigmoid
@@ -262,6 +278,11 @@ class TorchOperations:
         # torch rounds differently in the tail of a tensor, so only padding may be in the tail of a call.
         padded = [functional.pad(rows, (0, -x.shape[1] % _LOOP_COLUMNS)) for rows in (x, by)]
         return self._in_calls(torch.cat(padded, dim=-1), multiplied)[:, : x.shape[1]].contiguous()
+
+    def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        padded = functional.pad(x, (0, -x.shape[1] % _LOOP_COLUMNS))
+        out = self._in_calls(padded, lambda rows: activate(rows.float(), activation).to(x.dtype))
+        return out[:, : x.shape[1]].contiguous()
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, in_pairs: bool = False) -> None:
         rotate(x, cos, sin, in_pairs=in_pairs)

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from baton.runner.backends.operations import Activation, Operations
+from baton.runner.backends.cpu.kernels.product import Activation
+from baton.runner.backends.operations import Operations
+from baton.runner.backends.torch_operations import activate
 from baton.runner.model.weights import DTYPES
 from baton.runner.torch_threads import torch_threads
 
@@ -170,9 +172,7 @@ class UnpaddedOperations:
         self, x: torch.Tensor, weight: torch.Tensor, *, activation: Activation, adapters: None = None
     ) -> torch.Tensor:
         gate, up = functional.linear(x, weight).chunk(2, dim=-1)
-        if activation == "silu":
-            return functional.silu(gate) * up
-        return functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+        return activate(gate, activation) * up
 
 
 def seconds_of(work: Callable[[], Any], repeats: int) -> list[float]:

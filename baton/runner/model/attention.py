@@ -318,7 +318,9 @@ def no_selection(scores: KeyScores) -> torch.Tensor:
 class EchoAttention:
     """Returns a mix of each row's own query, key and value, and records its arguments: for comparing two modules."""
 
-    def __init__(self) -> None:
+    def __init__(self, query_factor: float = 1.0) -> None:
+        """`query_factor`: what queries are multiplied with first."""
+        self._query_factor = query_factor
         self.seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.states = EchoStates()
         self.how: AttentionParameters | None = None
@@ -335,7 +337,8 @@ class EchoAttention:
         stores: bool = True,
         selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        self.seen.append((query.clone(), key.clone(), value.clone()))
+        query = query * self._query_factor
+        self.seen.append((query, key.clone(), value.clone()))
         self.how = how
         mixed = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
         width = min(query.shape[2], value.shape[2])

@@ -29,8 +29,8 @@ from baton.runner.model.attention import PagedAttention
 from baton.runner.model.layers import PackedLinear, head_of
 from baton.runner.model.loop.angles import AngleTables
 from baton.runner.model.loop.steps import (
-    FUSED_MLPS,
     FUSED_NORMS,
+    FUSED_PARTS,
     Call,
     Mixer,
     RecordedRows,
@@ -134,6 +134,7 @@ class Decoder:
         self._device = device
         self._embed = module.get_input_embeddings()
         self._embedding_factor = trace.embedding_factor
+        self._position_rows = trace.position_rows
         head = head_of(module)
         if not isinstance(head, PackedLinear | NoHead):
             raise NotAPlainDecoder(f"its head is a {type(head).__name__}, no PackedLinear")
@@ -157,7 +158,7 @@ class Decoder:
     def why_not_fused(self) -> str:
         """Why torch computes more than copies; empty when all computation is in Baton's operations."""
         parts = (step.part for step in self._steps if isinstance(step, Call))
-        by_torch = next((part for part in parts if not isinstance(part, FUSED_NORMS + FUSED_MLPS + (Mixer,))), None)
+        by_torch = next((part for part in parts if not isinstance(part, FUSED_NORMS + FUSED_PARTS + (Mixer,))), None)
         return "" if by_torch is None else f"{type(by_torch).__name__} is of a kind that Baton's kernels don't fuse"
 
     @property
@@ -183,7 +184,7 @@ class Decoder:
         """
         angles = self._angles.rows(positions)
         # A program computes in place.
-        x = self._embedded(token_ids, given) if received is None else received.clone()
+        x = self._embedded(token_ids, positions, given) if received is None else received.clone()
         if self._head is None:
             return ModelOutput(self._run_stage(x, angles), x.new_empty(x.shape[0], 0, dtype=torch.float32))
         needs_head_apart = num_logits is not None and num_logits < logits_rows.shape[0]
@@ -220,14 +221,19 @@ class Decoder:
         given: GivenRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The input of the layers: rows [T, hidden], cosines and sines [T, R]. `received`, `given`: as in `compute`."""
-        x = self._embedded(token_ids, given) if received is None else received
+        x = self._embedded(token_ids, positions, given) if received is None else received
         return x, *self._angles.rows(positions)
 
-    def _embedded(self, token_ids: npt.NDArray[np.int64], given: GivenRows | None) -> torch.Tensor:
+    def _embedded(
+        self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], given: GivenRows | None
+    ) -> torch.Tensor:
         rows: torch.Tensor = self._embed(torch.from_numpy(token_ids).to(self._device))
         if given is not None:
             rows = given.replace_in(rows)
-        return rows if self._embedding_factor == 1.0 else rows * self._embedding_factor
+        rows = rows if self._embedding_factor == 1.0 else rows * self._embedding_factor
+        if self._position_rows is None:
+            return rows
+        return rows + self._position_rows.rows(torch.from_numpy(positions).to(self._device))
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, logits_rows: torch.Tensor) -> torch.Tensor:
         """The logits of the rows that sample, from the output of `embedded`, one call for each operation.

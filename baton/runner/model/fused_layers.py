@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,8 +18,9 @@ from torch.nn import functional
 from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
+from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.program import Program
-from baton.runner.backends.operations import Activation, Operations
+from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import Weight, rows_in
 from baton.runner.model.attention import (
     Attend,
@@ -74,28 +75,68 @@ class FusedNorm(nn.Module):
 
 
 class FusedLayerNorm(nn.Module):
-    """Norm over the last dimension around its mean, by torch, which computes each row alone."""
+    """Norm over the last dimension around its mean."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> None:
+    def __init__(self, operations: Operations, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> None:
+        """`weight`: [N], or [H, N] for rows of H heads with weights of their own."""
         super().__init__()
         self._weight = weight.detach().clone()
         self._bias = None if bias is None else bias.detach().clone()
         self._eps = eps
+        self._operations = operations
+        self._compute = operations.layer_norm
 
     @property
     def width(self) -> int:
         """N."""
-        return self._weight.shape[0]
+        return self._weight.shape[-1]
+
+    @property
+    def num_heads(self) -> int | None:
+        """H; None if all heads have the same weight."""
+        return None if self._weight.ndim == 1 else self._weight.shape[0]
+
+    def of_heads(self, own: range) -> FusedLayerNorm:
+        """The norm of some of the heads, where each has a weight of its own."""
+        return FusedLayerNorm(self._operations, self._weight[own.start : own.stop], self._bias, self._eps)
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of x [..., N]."""
-        return functional.layer_norm(x, self._weight.shape, self._weight, self._bias, self._eps)
+        return self._compute(x, self._weight, self._bias, self._eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum x + residual, and the norm of that sum."""
+        total = x + residual
+        return total, self.rows(total)
 
     def record(self, program: Program, x: Rows, *, into: str | Rows) -> Rows:
-        raise KernelArgumentError("x", "has a norm around its mean, for which there is no operation")
+        return program.layer_norm(x, self._weight, self._bias, self._eps, into=into)
+
+    def record_add(self, program: Program, x: Rows, residual: Rows, *, into: str | Rows) -> Rows:
+        """Append the norm of x + residual to a program; the sum replaces the residual in its buffer."""
+        return program.add_layer_norm(x, residual, self._weight, self._bias, self._eps, into=into)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rows(x)
+
+
+class FusedActivation(nn.Module):
+    """An activation that a layer itself applies."""
+
+    def __init__(self, operations: Operations, activation: Activation) -> None:
+        super().__init__()
+        self._operations = operations
+        self._activation = activation
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, N] to [T, N]."""
+        return self._operations.activate(x, self._activation)
+
+    def record(self, program: Program, x: Rows, *, into: str) -> Rows:
+        return program.activate(x, self._activation, into=into)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows(x.reshape(-1, x.shape[-1])).view(x.shape)
 
 
 class FusedMlp(nn.Module, HasProducts):
@@ -138,21 +179,22 @@ class FusedMlp(nn.Module, HasProducts):
 
 
 class PlainMlp(nn.Module, HasProducts):
-    """An MLP without a gate: down(act(up(x))), whose activation torch computes."""
+    """An MLP without a gate: down(act(up(x)))."""
 
     def __init__(
         self,
         operations: Operations,
         up: nn.Linear,
         down: nn.Linear,
-        activation: Callable[[torch.Tensor], torch.Tensor],
+        activation: Activation | Callable[[torch.Tensor], torch.Tensor],
         names: Sequence[str],
         row_quantum: int,
     ) -> None:
-        """`names`: of the linear layers of the replaced module. `row_quantum`: the activation is computed for multiples
-        of this many rows."""
+        """`activation`: its name, or a function that torch computes. `names`: of the linear layers of the replaced
+        module. `row_quantum`: torch computes multiples of this many rows."""
         super().__init__()
-        self._activate = activation
+        self._operations = operations
+        self._activation = activation
         self._row_quantum = row_quantum
         weights = [weight_of(part) for part in (up, down)]
         self._up, self._down = (
@@ -167,13 +209,23 @@ class PlainMlp(nn.Module, HasProducts):
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, K] to [T, K]."""
         up_bias, down_bias = self._biases
-        inner = self._up.linear(x, up_bias)
+        return self._down.linear(self._activated(self._up.linear(x, up_bias)), down_bias)
+
+    def _activated(self, inner: torch.Tensor) -> torch.Tensor:
+        if isinstance(self._activation, str):
+            return self._operations.activate(inner, self._activation)
         # torch's elementwise kernels round differently in the tail of a tensor, so only padding may be in the tail.
-        padded = functional.pad(inner, (0, 0, 0, -x.shape[0] % self._row_quantum))
-        return self._down.linear(self._activate(padded)[: x.shape[0]].contiguous(), down_bias)
+        padded = functional.pad(inner, (0, 0, 0, -inner.shape[0] % self._row_quantum))
+        return self._activation(padded)[: inner.shape[0]].contiguous()
 
     def record(self, program: Program, x: Rows, *, into: str) -> Rows:
-        raise KernelArgumentError("x", "goes through an activation without a gate, for which there is no operation")
+        """Append to a program what `rows` computes. Raises KernelArgumentError for what torch computes of it."""
+        if not isinstance(self._activation, str):
+            raise KernelArgumentError("x", "goes through an activation that torch computes")
+        up_bias, down_bias = self._biases
+        inner = self._up.record(program, x, up_bias, into="inner")
+        activated = program.activate(inner, self._activation, into="activated")
+        return self._down.record(program, activated, down_bias, into=into)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rows(x.reshape(-1, x.shape[-1]).contiguous()).view(x.shape)
@@ -199,6 +251,10 @@ class Rotation:
     """How the angles that the layer is given are laid out."""
     norms_last: bool = False
     """Whether queries and keys are rotated before their norms."""
+    query_factor: float = 1.0
+    """What the model multiplies queries with before attention; here it is part of attention's scale."""
+    bound: float | None = None
+    """What queries, keys and values are before anything else if they exceed it, in either direction; None: they may."""
 
     def arranged(self, angles: torch.Tensor) -> torch.Tensor:
         """Cosines or sines [T, R] with two equal halves, as the operations take them, from those of the model."""
@@ -213,6 +269,8 @@ class AttentionWeights(NamedTuple):
     out: tuple[str, nn.Linear]
     gate: tuple[str, nn.Linear] | None = None
     """What the gate of the attention's result is computed with, if that is a layer of its own."""
+    by_head: bool = False
+    """Whether one product gives each head's query, key and value side by side, and not all queries first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,30 +281,6 @@ class OutputGate:
     in_queries: bool
     """Whether each head's gate follows its query in their module; otherwise gates have a product of their own, which
     gives one number for each head or for each of its columns."""
-    row_quantum: int
-    """The activation of gates of heads is computed for multiples of this many rows."""
-
-    def multiplied(self, operations: Operations, attended: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        """Attention's result [T, H * D] times the activation of gates [T, H * D] or [T, H]."""
-        if gates.shape == attended.shape:
-            return operations.multiply(attended, gates, self.activation)
-        return (attended.view(*gates.shape, -1) * self._of_heads(gates).unsqueeze(-1)).view(attended.shape)
-
-    def record(self, program: Program, attended: Rows, gates: Rows, *, into: str) -> Rows:
-        """Append to a program what `multiplied` computes. Raises KernelArgumentError for gates of heads."""
-        if gates.width != attended.width:
-            raise KernelArgumentError("x", "is multiplied with gates of heads, for which there is no operation")
-        return program.multiply(attended, gates, self.activation, into=into)
-
-    def _of_heads(self, gates: torch.Tensor) -> torch.Tensor:
-        """The activation of gates [T, H], in their dtype."""
-        # torch's elementwise kernels round differently in the tail of a tensor, so only padding may be in the tail.
-        padded = functional.pad(gates, (0, 0, 0, -gates.shape[0] % self.row_quantum))
-        if self.activation == "sigmoid":
-            active = torch.sigmoid(padded)
-        else:
-            active = functional.softplus(padded.float()).to(gates.dtype)
-        return active[: gates.shape[0]]
 
 
 class CalledAsAttention(nn.Module, ABC):
@@ -310,19 +344,19 @@ class FusedAttention(CalledAsAttention, HasProducts):
         self.own_heads = operations.ranks.shard.heads(num_heads, num_kv_heads)
         """The heads that this rank computes."""
         self._heads, self._kv_heads = len(self.own_heads.queries), len(self.own_heads.kv)
-        self._norms = norms
+        self._norms = _of_heads(norms[0], self.own_heads.queries), _of_heads(norms[1], self.own_heads.kv)
         self._rotates_first = rotation.norms_last or None in norms
         self._gate = gate
         self._has_gates_in_queries = gate is not None and gate.in_queries
-        self._how = of_own_heads(how, self.own_heads)
-        own_rows = self._own_rows(num_heads, num_kv_heads)
+        self._how = of_own_heads(replace(how, scale=how.scale * rotation.query_factor), self.own_heads)
+        own_rows = self._rows_by_head() if given.by_head else self._own_rows(num_heads, num_kv_heads)
         weights = {name: weight_of(part) for name, part in given.projections.items()}
         self._qkv = AdaptableProduct(
             operations,
             operations.pack_own(*rows_in([*weights.values()], own_rows)),
             next(iter(weights.values())).shape[1],
             [(name, weight.shape[0]) for name, weight in weights.items()],
-            own_rows if self._has_gates_in_queries else (),
+            own_rows if self._has_gates_in_queries or given.by_head else (),
         )
         bias = joined_bias([*weights.values()], [part.bias for part in given.projections.values()])
         self._qkv_bias = None if bias is None else torch.cat([bias[rows.start : rows.stop] for rows in own_rows])
@@ -352,6 +386,12 @@ class FusedAttention(CalledAsAttention, HasProducts):
         kv = (range(at + own.kv.start * dim, at + own.kv.stop * dim) for at in (keys, keys + num_kv_heads * dim))
         return [*queries, *kv]
 
+    def _rows_by_head(self) -> list[range]:
+        """Where the own queries, keys and values are among outputs in which those of a head are side by side."""
+        dim = self._head_dim
+        places = (3 * head + part for part in range(3) for head in self.own_heads.queries)
+        return [range(at * dim, (at + 1) * dim) for at in places]
+
     @property
     def _ends(self) -> tuple[int, int, int]:
         """Where queries, gates that follow them, and keys end among the columns of their product."""
@@ -366,6 +406,8 @@ class FusedAttention(CalledAsAttention, HasProducts):
         operations, count, dim = self._operations, x.shape[0], self._head_dim
         queries, keys, values = self._ends
         qkv = self._qkv.linear(x, self._qkv_bias)
+        if (bound := self.rotation.bound) is not None:
+            qkv = qkv.clamp_(-bound, bound)
         query, gates = qkv[:, :queries].view(count, -1, dim), qkv[:, queries:keys]
         key, value = qkv[:, keys:values].view(count, -1, dim), qkv[:, values:].view(count, -1, dim)
         if self._gates is not None:
@@ -389,7 +431,7 @@ class FusedAttention(CalledAsAttention, HasProducts):
             return x[:0]
         own = attended.view(attended.shape[0], -1)
         if self._gate is not None:
-            own = self._gate.multiplied(operations, own, gates)
+            own = operations.multiply(own, gates, self._gate.activation)
         every = operations.ranks.gather(own, [own.shape[1]] * operations.ranks.shard.size)
         return self._out.linear(every, self._out_bias)
 
@@ -425,6 +467,8 @@ class FusedAttention(CalledAsAttention, HasProducts):
             raise KernelArgumentError("x", "has only a rank's own gates, and programs gather what attention gives")
         queries, keys, values = self._ends
         qkv = self._qkv.record(program, x, self._qkv_bias, into="qkv")
+        if (bound := self.rotation.bound) is not None:
+            qkv = program.clamp(qkv, bound, into="bounded qkv")
         query, gates = qkv.columns(0, queries), qkv.columns(queries, keys)
         key, value = qkv.columns(keys, values), qkv.columns(values, qkv.width)
         if self._gates is not None:
@@ -444,7 +488,7 @@ class FusedAttention(CalledAsAttention, HasProducts):
         attended = paged.record(program, self.layer_idx, query, key, value, self._how, into="attended")
         if self._gate is not None:
             gates = program.take_sampled(gates, into="sampled gates") if sampling else gates
-            attended = self._gate.record(program, attended, gates, into="gated attended")
+            attended = program.multiply(attended, gates, self._gate.activation, into="gated attended")
         return self._out.record(program, attended, self._out_bias, into=into)
 
     def _record_norm(self, program: Program, x: Rows, norm: AnyNorm, *, into: str) -> Rows:
@@ -456,6 +500,11 @@ class FusedAttention(CalledAsAttention, HasProducts):
         if self.rotation.kind == "none" or cos.width == 0:
             return
         program.rotate(x, self._head_dim, cos, sin, in_pairs=self.rotation.kind == "pairs")
+
+
+def _of_heads(norm: AnyNorm | None, own: range) -> AnyNorm | None:
+    """A norm of the heads `own`, from one of all heads."""
+    return norm.of_heads(own) if isinstance(norm, FusedLayerNorm) and norm.num_heads is not None else norm
 
 
 def cos_and_sin(angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:

@@ -108,9 +108,9 @@ class PackedLinear(nn.Module, HasProducts):
             return x.new_empty(0, self.out_features, dtype=self._out_dtype)
         return self._product.linear(x, self.bias, self._out_dtype)
 
-    def record(self, program: Program, x: Rows, *, into: Rows) -> None:
-        """Append to a program what `rows` computes; the rows `into` must have the same dtype."""
-        self._product.record(program, x, self.bias, into=into)
+    def record(self, program: Program, x: Rows, *, into: str | Rows) -> Rows:
+        """Append to a program what `rows` computes; rows `into` must have the same dtype."""
+        return self._product.record(program, x, self.bias, into=into)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rows(x.reshape(-1, self.in_features).contiguous()).view(*x.shape[:-1], self.out_features)

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from baton.runner.backends.operations import Activation, Operations
+from baton.runner.backends.cpu.kernels.product import Activation
+from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import activate, rms_norm, rotate
 from baton.runner.model.attention import EchoAttention, heads_in
 from baton.runner.model.fused_layers import (
@@ -25,6 +26,7 @@ from baton.runner.model.fused_layers import (
     Angles,
     AnyNorm,
     AttentionWeights,
+    FusedActivation,
     FusedAttention,
     FusedLayerNorm,
     FusedMlp,
@@ -44,7 +46,11 @@ from baton.runner.model.stored.layers import (
 
 NUM_ROWS = 5
 """So many rows are compared."""
-_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu")
+_LARGE = 1000.0
+"""Attention is compared for as many rows that are so much larger, too, since some of its numbers may be bounded."""
+_EPSILONS = (1e-5, 1e-6)
+"""What norms may add to the variance that don't say what they add."""
+_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu", "relu", "relu_squared")
 _GATE_ACTIVATIONS: tuple[Literal["sigmoid", "softplus"], ...] = ("sigmoid", "softplus")
 LAYOUTS: tuple[AngleLayout, ...] = ("halves", "half", "pairs")
 KINDS: tuple[Literal["halves", "pairs", "none"], ...] = ("halves", "pairs", "none")
@@ -58,8 +64,8 @@ _MLP_NAMES = (
 _PLAIN_MLP_NAMES = (("up_proj", "down_proj"), ("c_fc", "c_proj"), ("fc1", "fc2"), ("dense_h_to_4h", "dense_4h_to_h"))
 """The same of an MLP without a gate."""
 _OF_LAYER_NORMS = ({"weight"}, {"weight", "bias"})
-_PROJECTION_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
-_OUT_NAMES = (("o_proj",), ("out_proj",), ("dense",))
+_PROJECTION_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("query_key_value",), ("c_attn",))
+_OUT_NAMES = (("o_proj",), ("out_proj",), ("dense",), ("c_proj",))
 _TAKEN_BY_OTHERS = {"key_value_states", "encoder_hidden_states"}
 """What attention to another text is given."""
 _GATE_NAMES = (("gate_proj",), ("g_proj",))
@@ -81,9 +87,11 @@ def fuse(module: nn.Module, operations: Operations, row_quantum: int, release: R
     generator = torch.Generator().manual_seed(0)
     widths = angle_widths(module)
     with torch.inference_mode():
+        _use_linear_layers(module)
+        like = next((p.detach().flatten()[:0] for p in module.parameters() if p.is_floating_point()), torch.empty(0))
         angle_dtypes = angle_dtypes_of(module)
         for parent, name, child in children_of(module):
-            norm = _fused_norm(child, operations, generator) or _fused_layer_norm(child, generator)
+            norm = _fused_norm(child, operations, generator) or _fused_layer_norm(child, operations, generator, like)
             if norm is not None:
                 setattr(parent, name, norm)
         for parent, name, child in children_of(module):
@@ -92,7 +100,7 @@ def fuse(module: nn.Module, operations: Operations, row_quantum: int, release: R
                     _fused_mlp(child, operations, generator)
                     or _plain_mlp(child, operations, generator, row_quantum)
                     or _state_mixer(child, operations, generator)
-                    or _fused_attention(child, operations, generator, row_quantum, widths, angle_dtypes)
+                    or _fused_attention(child, operations, generator, widths, angle_dtypes)
                 )
             except _NotRecognised as reason:
                 why_not = f"{type(child).__name__}: {reason}"
@@ -103,7 +111,28 @@ def fuse(module: nn.Module, operations: Operations, row_quantum: int, release: R
                 continue
             setattr(parent, name, fused)
             release(child)
+        _fuse_activations(module, operations)
     return why_not
+
+
+def _use_linear_layers(module: nn.Module) -> None:
+    """Put linear layers in the place of those that keep their weights transposed, which compute the same."""
+    from transformers.pytorch_utils import Conv1D
+
+    for parent, name, child in children_of(module):
+        if isinstance(child, Conv1D):
+            linear = nn.Linear(1, 1, bias=False, device="meta")
+            linear.weight, linear.bias = nn.Parameter(child.weight.detach().T, requires_grad=False), child.bias
+            linear.out_features, linear.in_features = linear.weight.shape
+            setattr(parent, name, linear)
+
+
+def _fuse_activations(module: nn.Module, operations: Operations) -> None:
+    """Replace the activations that layers apply themselves, whose MLP is no part of its own."""
+    for parent, name, child in children_of(module):
+        is_of_layer = any(isinstance(part, FusedAttention) for part in parent.children())
+        if is_of_layer and child is _activation_function(parent) and (activation := _activation_of(parent)):
+            setattr(parent, name, FusedActivation(operations, activation))
 
 
 def gated_activation(apply_gate: Callable[[torch.Tensor], torch.Tensor]) -> Activation | None:
@@ -157,21 +186,32 @@ def _fused_norm(child: nn.Module, operations: Operations, generator: torch.Gener
     return None
 
 
-def _fused_layer_norm(child: nn.Module, generator: torch.Generator) -> FusedLayerNorm | None:
+def _fused_layer_norm(
+    child: Any, operations: Operations, generator: torch.Generator, like: torch.Tensor
+) -> FusedLayerNorm | None:
+    """`like`: in the dtype and on the device of the weights that a norm without any has."""
     names = {name for name, _ in child.named_parameters()}
     eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))
-    if isinstance(child, nn.Linear) or list(child.children()) or not eps or names not in _OF_LAYER_NORMS:
+    shape = getattr(child, "normalized_shape", None)
+    if isinstance(child, nn.Linear) or list(child.children()):
         return None
-    weight, bias = child.get_parameter("weight").detach(), getattr(child, "bias", None)
-    if weight.dim() != 1 or (bias is not None and bias.shape != weight.shape):
+    if not names and isinstance(shape, tuple) and len(shape) == 1:
+        weight, bias = like.new_ones(shape), None
+    elif eps and names in _OF_LAYER_NORMS:
+        weight, bias = child.get_parameter("weight").detach(), getattr(child, "bias", None)
+    else:
         return None
-    rows = torch.randn(NUM_ROWS, weight.shape[0], dtype=torch.float32, generator=generator)
-    x = (rows * torch.tensor([1e-3, 1e-2, 1.0, 3.0, 50.0])[:, None] + torch.arange(NUM_ROWS)[:, None]).to(weight)
+    if weight.dim() > 2 or (bias is not None and bias.shape != weight.shape):
+        return None
+    rows = torch.randn(*weight.shape[:-1], NUM_ROWS, weight.shape[-1], dtype=torch.float32, generator=generator)
+    rows = rows * torch.tensor([1e-3, 1e-2, 1.0, 3.0, 50.0])[:, None] + torch.arange(NUM_ROWS)[:, None]
+    x = rows.transpose(0, -2).to(weight).contiguous()
     try:
         expected = child(x)
     except (TypeError, AttributeError):
         return None  # one with a gate takes more than rows
-    fused = (FusedLayerNorm(factor, bias, eps) for factor in (weight, weight + 1))
+    kinds = product((weight, weight + 1) if names else (weight,), (eps,) if eps else _EPSILONS)
+    fused = (FusedLayerNorm(operations, factor, bias, added) for factor, added in kinds)
     return next((norm for norm in fused if agree(expected, norm(x))), None)
 
 
@@ -186,7 +226,8 @@ def _plain_mlp(child: Any, operations: Operations, generator: torch.Generator, r
     x = like_input(up, torch.randn(1, NUM_ROWS, up.in_features, dtype=torch.float32, generator=generator))
     if not agree(child(x), down(activation(up(x)))):
         return None
-    return PlainMlp(operations, up, down, activation, [*linear], row_quantum)
+    known = next((name for name in _ACTIVATIONS if _computes(activation, name)), None)
+    return PlainMlp(operations, up, down, known or activation, [*linear], row_quantum)
 
 
 def _fused_mlp(child: Any, operations: Operations, generator: torch.Generator) -> FusedMlp | None:
@@ -241,8 +282,13 @@ def like_input(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 def _activation_of(child: Any) -> Activation | None:
     """The activation that a part has, if it is a known one; of a part that has none the most common."""
     function = _activation_function(child) or functional.silu
-    x = torch.linspace(-9, 9, 256)
-    return next((name for name in _ACTIVATIONS if torch.allclose(function(x), activate(x, name), atol=1e-6)), None)
+    return next((name for name in _ACTIVATIONS if _computes(function, name)), None)
+
+
+def _computes(function: Callable[[torch.Tensor], torch.Tensor], activation: Activation) -> bool:
+    # The dtype is named, since another thread that loads a model changes the default.
+    x = torch.linspace(-9, 9, 256, dtype=torch.float32)
+    return torch.allclose(function(x), activate(x, activation), atol=1e-6)
 
 
 def _activation_function(child: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -254,7 +300,6 @@ def _fused_attention(
     child: Any,
     operations: Operations,
     generator: torch.Generator,
-    row_quantum: int,
     widths: list[int],
     angle_dtypes: set[torch.dtype],
 ) -> FusedAttention | None:
@@ -263,7 +308,9 @@ def _fused_attention(
     if weights is None:
         return None
     first = next(iter(weights.projections.values()))
-    x = like_input(first, torch.randn(1, NUM_ROWS, first.in_features, dtype=torch.float32, generator=generator))
+    rows = torch.randn(1, 2 * NUM_ROWS, first.in_features, dtype=torch.float32, generator=generator)
+    rows[:, NUM_ROWS:] *= _LARGE
+    x = like_input(first, rows)
     if strange := angle_dtypes - {x.dtype, torch.float32}:
         raise _NotRecognised(f"its rotary angles are {strange.pop()}, and its rows {x.dtype}")
     if len(angle_dtypes) > 1:
@@ -271,7 +318,7 @@ def _fused_attention(
     why, is_called = "it takes no rotary angles", False
     angle_dtype = next(iter(angle_dtypes), x.dtype)
     for width, layout in product(widths or [0], LAYOUTS):
-        angles = random_angles(width, layout, generator)
+        angles = random_angles(width, layout, generator, 2 * NUM_ROWS)
         cos, sin = (part.to(x.device, angle_dtype) for part in (angles.cos(), angles.sin()))
         try:
             echo, _ = echoed(child, x, (cos, sin))
@@ -290,16 +337,30 @@ def _fused_attention(
         if value.shape != key.shape or query.shape[2] != key.shape[2]:
             raise _NotRecognised("keys and values have different shapes")
         norms = _head_norms(child, heads)
-        rotation = _rotation(weights, norms, x[0], cos[0], sin[0], layout, echo.seen[0])
         why = "no known kind of rotation gives the same result"
-        if rotation is None:
-            continue
-        for gate in _output_gates(weights, heads, row_quantum):
-            fused = FusedAttention(operations, child.layer_idx, weights, heads, norms, echo.how, rotation, gate)
-            if _same_attention(child, fused, x, cos, sin):
-                return fused
-        why = "its result is changed before the last product"
+        for laid_out, bound in product(_layouts(weights, heads), _bounds(value)):
+            rotation = _rotation(child, laid_out, norms, bound, x[0], cos[0], sin[0], layout, echo.seen[0])
+            if rotation is None:
+                continue
+            for gate in _output_gates(laid_out, heads):
+                fused = FusedAttention(operations, child.layer_idx, laid_out, heads, norms, echo.how, rotation, gate)
+                if _same_attention(child, fused, x, cos, sin):
+                    return fused
+            why = "its result is changed before the last product"
     raise _NotRecognised(why)
+
+
+def _bounds(value: torch.Tensor) -> list[float | None]:
+    """What queries, keys and values may be bounded by: nothing, or what many values of the large rows are."""
+    large = value[NUM_ROWS:].float().abs()
+    return [None, float(large.max())] if int((large == large.max()).sum()) > 1 else [None]
+
+
+def _layouts(weights: AttentionWeights, heads: tuple[int, int, int]) -> list[AttentionWeights]:
+    """The weights with the orders in which one product may give queries, keys and values."""
+    if len(weights.projections) > 1 or heads[0] != heads[1]:
+        return [weights]
+    return [weights, weights._replace(by_head=True)]
 
 
 def _attention_weights(child: Any) -> AttentionWeights | None:
@@ -309,7 +370,7 @@ def _attention_weights(child: Any) -> AttentionWeights | None:
     if out is None or projections is None:
         return None
     taken = inspect.signature(type(child).forward).parameters
-    if _TAKEN_BY_OTHERS & taken.keys():
+    if _TAKEN_BY_OTHERS & taken.keys() and getattr(child, "is_cross_attention", True):
         raise _NotRecognised("it takes other arguments than rows and rotary angles")
     gate = next(iter((_linears(child, _GATE_NAMES) or {}).items()), None)
     return AttentionWeights(projections, next(iter(out.items())), gate)
@@ -354,6 +415,8 @@ def _head_norms(child: Any, heads: tuple[int, int, int]) -> tuple[AnyNorm | None
             continue
         if not isinstance(query, AnyNorm) or not isinstance(key, AnyNorm):
             raise _NotRecognised("its queries and keys have norms of another kind")
+        if isinstance(query, FusedLayerNorm) and query.num_heads is not None:
+            return query, key
         sizes = (query.width, key.width)
         if sizes not in ((dim, dim), (num_heads * dim, num_kv_heads * dim)):
             raise _NotRecognised(f"the norms of its queries and keys are {sizes[0]} and {sizes[1]} wide")
@@ -361,14 +424,12 @@ def _head_norms(child: Any, heads: tuple[int, int, int]) -> tuple[AnyNorm | None
     return None, None
 
 
-def _output_gates(
-    weights: AttentionWeights, heads: tuple[int, int, int], row_quantum: int
-) -> Sequence[OutputGate | None]:
+def _output_gates(weights: AttentionWeights, heads: tuple[int, int, int]) -> Sequence[OutputGate | None]:
     """The gates that the result of attention may have."""
     in_queries = _gates_are_in_queries(weights, heads)
     if weights.gate is None and not in_queries:
         return (None,)
-    return [OutputGate(activation, in_queries, row_quantum) for activation in _GATE_ACTIVATIONS]
+    return [OutputGate(activation, in_queries) for activation in _GATE_ACTIVATIONS]
 
 
 def _gates_are_in_queries(weights: AttentionWeights, heads: tuple[int, int, int]) -> bool:
@@ -377,8 +438,10 @@ def _gates_are_in_queries(weights: AttentionWeights, heads: tuple[int, int, int]
 
 
 def _rotation(
+    child: nn.Module,
     weights: AttentionWeights,
     norms: tuple[AnyNorm | None, AnyNorm | None],
+    bound: float | None,
     x: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -390,14 +453,19 @@ def _rotation(
     heads = (expected[0].shape[1], expected[1].shape[1], expected[0].shape[2])
     if _gates_are_in_queries(weights, heads):
         given = torch.cat((given[:, : 2 * heads[0] : 2], given[:, 2 * heads[0] :]), dim=1)
+    if bound is not None:
+        given = given.clamp(-bound, bound)
+    if weights.by_head:
+        given = given.view(len(x), heads[0], 3, -1).transpose(1, 2).flatten(1, 2)
     query, key = given[:, : heads[0]], given[:, heads[0] : heads[0] + heads[1]]
-    for kind, norms_last in product(KINDS, (False, True)):
-        rotation = Rotation(kind, layout, norms_last)
+    factors = (1.0, *(number for number in vars(child).values() if isinstance(number, float) and number > 0.0))
+    for factor, kind, norms_last in product(dict.fromkeys(factors), KINDS, (False, True)):
+        rotation = Rotation(kind, layout, norms_last, factor, bound)
         cos_sin = [rotation.arranged(angles) for angles in (cos, sin)]
         if kind != "none" and cos_sin[0].shape[1] > query.shape[2]:
             continue
-        pairs = zip((query, key), norms, expected, strict=False)
-        if all(agree(seen, _turned(rows, norm, rotation, cos_sin)) for rows, norm, seen in pairs):
+        turned = [_turned(rows, norm, rotation, cos_sin) for rows, norm in zip((query, key), norms, strict=True)]
+        if _agree_in_parts(expected[0], turned[0] * factor) and _agree_in_parts(expected[1], turned[1]):
             return rotation
     return None
 
@@ -423,13 +491,21 @@ def _same_attention(
 ) -> bool:
     """Whether both pass the same rows to attention and compute the same from its result."""
     theirs, expected = echoed(child, x, (cos, sin))
-    ours = EchoAttention()
+    ours = EchoAttention(fused.rotation.query_factor)
     object.__setattr__(fused, "baton_attend", ours)
     out = fused.rows(x[0], fused.rotation.arranged(cos[0]), fused.rotation.arranged(sin[0]))
     own = fused.own_heads
     seen = (heads_in(rows, heads) for rows, heads in zip(theirs.seen[0], (own.queries, own.kv, own.kv), strict=True))
     pairs = zip(seen, ours.seen[0], strict=True)
-    return agree(expected[0], out) and all(agree(theirs, ours) for theirs, ours in pairs)
+    return _agree_in_parts(expected[0], out) and all(_agree_in_parts(theirs, ours) for theirs, ours in pairs)
+
+
+def _agree_in_parts(expected: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether both the small rows and the large ones of two results agree."""
+    same = expected.shape == out.shape
+    return same and all(
+        agree(*parts) for parts in zip(*(torch.split(rows, NUM_ROWS) for rows in (expected, out)), strict=True)
+    )
 
 
 def agree(expected: torch.Tensor, out: torch.Tensor) -> bool:

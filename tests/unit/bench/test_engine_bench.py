@@ -21,7 +21,7 @@ from baton.cli.main import main
 from baton.engine.runner import STATE_WINDOW, KVLayout, LayerGeometry, LayerGroup, LayerState
 from baton.errors import BatonError
 from baton.runner import SimulatedSpec, TorchSpec, load
-from baton.runner.backends.operations import Activation
+from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.timed_operations import StepSplit, TimedOperations
 from baton.runner.measuring.limits import UnpaddedOperations
 from baton.runner.measuring.profile import load_timed

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.availabl
 
 ISAS = kernels.available().isas
 SAME_BITS = [isa for isa in ISAS if isa != "amx_bf16"]
-ACTIVATIONS: list[Activation] = ["silu", "gelu", "gelu_tanh"]
+ACTIVATIONS: list[Activation] = ["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2.2e-3}
 
 
@@ -94,7 +94,8 @@ def test_instruction_sets_agree_in_every_bit(dtype: torch.dtype) -> None:
         turned = x.view(20, 1, 331).clone()
         kernels.rotate(turned, x[:, :90].contiguous(), x[:, 90:180].contiguous(), threads=1)
         normed = kernels.rms_norm(x, x[0], 1e-6, threads=1)
-        results.append([linear(x, packed), *gates, turned, normed])
+        around = kernels.layer_norm(x, x[0], x[1], 1e-6, threads=1)
+        results.append([linear(x, packed), *gates, turned, normed, around])
     for isa, result in zip(SAME_BITS, results, strict=True):
         for mine, other in zip(result, results[-1], strict=True):
             assert torch.equal(mine, other), isa
@@ -133,6 +134,12 @@ def test_activations_of_numbers_of_any_size(activation: Activation) -> None:
     torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=3e-6)
     nan = kernels.gated_linear(torch.tensor([[float("nan")]]), packed, activation=activation, threads=1)
     assert nan.isnan().all()
+    assert torch.equal(
+        kernels.activate(x, activation, threads=2), kernels.activate(x.view(1, -1), activation, threads=1).T
+    )
+    torch.testing.assert_close(
+        kernels.activate(x, activation, threads=1).double(), activated(x.double(), activation), rtol=1e-6, atol=1e-6
+    )
 
 
 # Norms and rotations
@@ -164,6 +171,30 @@ def test_rms_norm_is_the_norm(isa: str, dtype: torch.dtype, shape: tuple[int, ..
     assert torch.equal(normed, kernels.rms_norm(total, weight, 1e-5, plus_one=plus_one, threads=1))
 
 
+@all_pairs(
+    {
+        "isa": ISAS,
+        "dtype": DTYPES,
+        "shape": [(2, 1), (7, 33), (40, 896), (300, 130), (5, 3, 64), (16,)],
+        "has_bias": [False, True],
+    }
+)
+def test_layer_norm_is_around_the_mean(isa: str, dtype: torch.dtype, shape: tuple[int, ...], has_bias: bool) -> None:
+    """The means are far from zero; of rows of three dimensions each head has a weight of its own."""
+    kernels.use_isa(isa)
+    x, weight = (20 + randn(*shape)).to(dtype), randn(*shape[-2 if len(shape) > 2 else -1 :], seed=1, dtype=dtype)
+    bias = randn(shape[-1], seed=2, dtype=dtype) if has_bias else None
+    around = x.double() - x.double().mean(-1, keepdim=True)
+    normal = around / (around.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    out = kernels.layer_norm(x, weight, bias, 1e-5, threads=2)
+    assert out.dtype == dtype
+    assert relative_error(out, normal if bias is None else normal + bias.double()) < 4 * TOLERANCE[dtype]
+    rows = x.unsqueeze(0) if len(shape) == 1 else x
+    for row in range(min(len(rows), 40)):
+        alone = kernels.layer_norm(rows[row], weight, bias, 1e-5, threads=1)
+        assert torch.equal(alone, out if len(shape) == 1 else out[row])
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_and_rotation_take_parts_of_rows(isa: str, dtype: torch.dtype) -> None:
@@ -177,6 +208,9 @@ def test_norm_and_rotation_take_parts_of_rows(isa: str, dtype: torch.dtype) -> N
             kernels.rms_norm(turned, weight, 1e-6, threads=2),
             kernels.rms_norm(turned.contiguous(), weight, 1e-6, threads=1),
         )
+    of_heads = randn(4, 40, seed=1, dtype=dtype)
+    around = kernels.layer_norm(part, of_heads, None, 1e-6, threads=2)
+    assert torch.equal(around[:, 3], kernels.layer_norm(part[:, 3].contiguous(), of_heads[3], None, 1e-6, threads=1))
     cos, sin = randn(700, 40, seed=2, dtype=dtype), randn(700, 40, seed=3, dtype=dtype)
     turned, before = part.contiguous(), product.clone()
     kernels.rotate(turned, cos, sin, threads=1)
@@ -215,6 +249,9 @@ def test_norms_and_rotations_refuse_what_does_not_fit() -> None:
     for bad in (weight[:7], weight.bfloat16(), randn(16)[::2]):
         with pytest.raises(KernelArgumentError):
             kernels.rms_norm(x, bad, 1e-6, threads=1)
+    for weight_of, bias in ((randn(3, 8), None), (weight, randn(7)), (weight, randn(2, 8))):
+        with pytest.raises(KernelArgumentError):
+            kernels.layer_norm(x, weight_of, bias, 1e-6, threads=1)
     for angles in (randn(2, 8), randn(3, 7), randn(3, 10), randn(3, 16)[:, ::2], randn(3, 8).bfloat16()):
         with pytest.raises(KernelArgumentError):
             kernels.rotate(x, angles, angles, threads=1)

@@ -62,8 +62,8 @@ RECOGNISED = {
     "gemma2": ((3, 3, 13), True),
     "gemma3_text": ((3, 3, 13), True),
     "deepseek_v3": ((3, 3, 7), True),
-    "gpt2": ((0, 0, 0), False),
-    "opt": ((0, 0, 0), False),
+    "gpt2": ((3, 0, 0), True),
+    "opt": ((3, 0, 0), True),
 }
 """The expected numbers of fused parts, and whether Baton's loop over the layers is used."""
 
@@ -81,7 +81,14 @@ def test_another_activation_is_left_to_transformers(tmp_path: Path, activation: 
     runner = loaded(tmp_path, hidden_act=activation)
     assert runner.model.bit_exact
     # gelu_new is the tanh approximation under another name.
-    assert fused(runner) == (3, 3 if activation == "gelu_new" else 0, 7)
+    assert fused(runner) == (3, 0 if activation == "sigmoid" else 3, 7)
+
+
+def test_an_activation_without_a_gate_that_is_unknown_is_computed_by_torch(tmp_path: Path) -> None:
+    runner = loaded(tmp_path, "gpt2", activation_function="tanh")
+    assert runner.model.bit_exact
+    assert runner._transformer.has_own_loop
+    assert "an activation that torch computes" in runner._transformer.why_no_programs
 
 
 def test_attention_that_does_something_else_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +147,16 @@ def test_norms_around_the_mean_and_mlps_without_a_gate_are_found(
     assert (kinds[FusedAttention], kinds[PlainMlp], kinds[FusedLayerNorm]) == (4, 4, num_norms)
     assert runner._transformer.row_quantum == 1, "nothing has to be padded but rows in activations"
     assert up_and_down < {module.rpartition(".")[2] for module in runner._transformer.adapters.modules}
+
+
+def test_a_bound_that_few_numbers_reach_is_found(tmp_path: Path) -> None:
+    """Numbers of ordinary rows don't come near it; the norms have no weights."""
+    runner = loaded(tmp_path, model_type="olmo", clip_qkv=20.0)
+    assert runner.model.bit_exact
+    parts = list(runner._transformer._module.modules())
+    assert {part.rotation.bound for part in parts if isinstance(part, FusedAttention)} == {20.0}
+    assert sum(isinstance(part, FusedLayerNorm) for part in parts) == 7
+    assert runner._transformer.why_no_programs == ""
 
 
 @pytest.mark.parametrize("name", ["jamba", "nemotron_h"])
@@ -240,7 +257,7 @@ def test_a_model_on_the_fastest_path_says_so(tmp_path: Path) -> None:
     ("name", "changed", "why"),
     [
         ("llama", {"hidden_act": "sigmoid"}, ""),
-        ("gpt2", {}, "wpe of GPT2Model gives rows that depend on each other"),
+        ("opt", {"word_embed_proj_dim": 32}, "no sum of those before them"),
     ],
 )
 def test_a_slower_decoder_is_named_with_its_reason(

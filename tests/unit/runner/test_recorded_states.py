@@ -142,14 +142,15 @@ def test_recorded_products_of_rows_equal_single_calls(dtype: torch.dtype, isa: s
     """All rows, and those that sample, are compared with what torch computes, on each instruction set."""
     kernels.use_isa(isa)
     rows, sampled = 35, torch.tensor([3, 4, 20, 34])
-    wide, by = randn(rows, 50, dtype=dtype), (9 * randn(rows, 37, seed=1)).to(dtype)
+    wide, by = randn(rows, 50, dtype=dtype), (9 * randn(rows, 36, seed=1)).to(dtype)
     program = Program(dtype, 2)
-    x, multiplier, out = program.argument(50), program.argument(37), program.argument(37, sampled=True)
-    plain = program.multiply(x.columns(5, 42), multiplier, None, into="plain")
-    activated = program.multiply(plain, x.columns(13, 50), "softplus", into="activated")
-    few = program.take_sampled(activated, into="few")
+    x, multiplier, out = program.argument(50), program.argument(36), program.argument(36, sampled=True)
+    plain = program.multiply(x.columns(5, 41), multiplier, None, into="plain")
+    activated = program.multiply(plain, x.columns(13, 49), "softplus", into="activated")
+    of_heads = program.multiply(activated, x.columns(2, 6), "sigmoid", into="of heads")
+    few = program.take_sampled(of_heads, into="few")
     program.multiply(few, program.take_sampled(multiplier, into="few multipliers"), "sigmoid", into=out)
-    found = torch.empty(4, 37, dtype=dtype)
+    found = torch.empty(4, 36, dtype=dtype)
     program.run([wide, by, found], one_request(rows), sampled)
 
     def multiply(one: torch.Tensor, other: torch.Tensor, activation: Any) -> torch.Tensor:
@@ -157,15 +158,52 @@ def test_recorded_products_of_rows_equal_single_calls(dtype: torch.dtype, isa: s
         assert relative_error(product, TorchOperations(1).multiply(one, other, activation).double()) < 3e-3
         return product
 
-    activated_alone = multiply(multiply(wide[:, 5:42], by, None), wide[:, 13:], "softplus")
-    assert torch.equal(found, multiply(activated_alone[sampled], by[sampled], "sigmoid"))
+    activated_alone = multiply(multiply(wide[:, 5:41], by, None), wide[:, 13:49], "softplus")
+    of_heads_alone = multiply(activated_alone, wide[:, 2:6], "sigmoid")
+    assert torch.equal(found, multiply(of_heads_alone[sampled], by[sampled], "sigmoid"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_recorded_sums_norms_and_activations_equal_single_calls(dtype: torch.dtype) -> None:
+    """A sum replaces rows or stands beside them, and a norm behind it has a bias, or weights of heads."""
+    rows, nothing = 35, torch.empty(0, dtype=torch.int64)
+    one, other = randn(rows, 48, dtype=dtype), randn(rows, 48, seed=1, dtype=dtype)
+    weight, bias, of_heads = (randn(*shape, seed=2, dtype=dtype) for shape in ((48,), (48,), (3, 16)))
+    program = Program(dtype, 2)
+    x, y, out, sums = (program.argument(48) for _ in range(4))
+    program.add(x, y, 0.3, into=x)
+    beside = program.add(x, y, 1.0, into="beside")
+    normed = program.add_layer_norm(y, beside, weight, bias, 1e-5, into="normed")
+    activated = program.activate(normed, "gelu", into="activated")
+    bounded = program.clamp(activated, 0.5, into="bounded")
+    program.layer_norm(bounded, of_heads, None, 1e-5, into=out)
+    program.add(beside, beside, 1.0, into=sums)
+    given, found, doubled = one.clone(), torch.empty_like(one), torch.empty_like(one)
+    program.run([given, other, found, doubled], one_request(rows), nothing)
+    assert torch.equal(given, one + other * 0.3)
+    total = given + other + other
+    assert torch.equal(doubled, total + total)
+    alone = kernels.activate(kernels.layer_norm(total, weight, bias, 1e-5, threads=1), "gelu", threads=1)
+    alone = kernels.layer_norm(alone.clamp(-0.5, 0.5).view(rows, 3, 16), of_heads, None, 1e-5, threads=1)
+    assert torch.equal(found, alone.flatten(1))
+
+
+def test_sums_and_norms_that_do_not_fit_are_refused() -> None:
+    program = Program(torch.float32, 1)
+    x = program.argument(16)
+    for other in (x.columns(0, 8), program.argument(16, sampled=True), program.argument(24).columns(0, 16)):
+        with pytest.raises(KernelArgumentError, match="other: "):
+            program.add(x, other, 1.0, into=x)
+    for weight in (torch.ones(5), torch.ones(3, 8), torch.ones(1, 2, 8)):
+        with pytest.raises(KernelArgumentError, match="weight: "):
+            program.layer_norm(x, weight, None, 1e-5, into="out")
 
 
 def test_products_of_rows_that_do_not_fit_are_refused() -> None:
     program = Program(torch.float32, 1)
     x = program.argument(16)
-    for by in (x.columns(0, 8), program.argument(16, sampled=True)):
-        with pytest.raises(KernelArgumentError, match="by: must be rows of 16"):
+    for by in (x.columns(0, 7), program.argument(16, sampled=True)):
+        with pytest.raises(KernelArgumentError, match="by: must be"):
             program.multiply(x, by, None, into="out")
     rows = torch.zeros(2, 16)
     for argument, parts in (

@@ -19,11 +19,13 @@ from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.model.attention import PagedAttention
-from baton.runner.model.fused_layers import FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp
+from baton.runner.model.fused_layers import FusedActivation, FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp
+from baton.runner.model.layers import PackedLinear
 from baton.runner.model.mixtures.fused import FusedMixture
 
 FUSED_NORMS = (FusedNorm, FusedLayerNorm)
-FUSED_MLPS = (FusedMlp, PlainMlp, FusedMixture)
+FUSED_PARTS = (FusedMlp, PlainMlp, FusedMixture, PackedLinear, FusedActivation)
+"""Parts that aren't norms and compute each row alone, by Baton's operations."""
 
 
 @runtime_checkable
@@ -124,11 +126,19 @@ class RecordedRows:
         self.angles = angles
         self.sampling = sampling
         self._of_product: dict[int, str] = {}
+        self._last_product = ""
         self._of_norm: dict[int, str] = {}
+        self._of_sum: dict[int, str] = {}
+        self._of_activation: dict[int, str] = {}
 
-    def for_product(self, number: int) -> str:
-        """The buffer for the rows `number`, which a part gives whose last operation is a product."""
-        self._of_product[number] = name = _unused("share", self._of_product)
+    def for_product(self, number: int, *, alone: bool = False) -> str:
+        """The buffer for the rows `number`, which a part gives whose last operation is a product, or which is `alone`.
+
+        Ranks wait for each other at each product: at one before the last in a part, all have read what the parts before
+        it gave. One that is alone may not write where others may still read what the product before it gave.
+        """
+        used = {**self._of_product, -1: self._last_product} if alone else self._of_product
+        self._of_product[number] = self._last_product = name = _unused("share", used)
         return name
 
     def for_norm(self, number: int) -> str:
@@ -136,11 +146,22 @@ class RecordedRows:
         self._of_norm[number] = name = _unused("normed", self._of_norm)
         return name
 
+    def for_activation(self, number: int) -> str:
+        """The buffer for the rows `number`, which an activation gives."""
+        self._of_activation[number] = name = _unused("activation", self._of_activation)
+        return name
+
+    def for_sum(self, number: int) -> str:
+        """The buffer for the rows `number`, a sum that replaces none of its operands."""
+        self._of_sum[number] = name = _unused("sum", self._of_sum)
+        return name
+
     def replace(self, one: int, gives: int) -> None:
         """Say that the rows `gives` are where the rows `one` were."""
         self.rows[gives] = self.rows[one]
-        if one in self._of_norm:
-            self._of_norm[gives] = self._of_norm.pop(one)
+        for of in (self._of_norm, self._of_sum):
+            if one in of:
+                of[gives] = of.pop(one)
 
     def is_of_product(self, number: int) -> bool:
         return number in self._of_product
@@ -148,7 +169,7 @@ class RecordedRows:
     def drop(self, numbers: Sequence[int]) -> None:
         """Say that these rows are needed no more."""
         for number in numbers:
-            for of in (self.rows, self._of_product, self._of_norm):
+            for of in (self.rows, self._of_product, self._of_norm, self._of_sum, self._of_activation):
                 of.pop(number, None)
 
 
@@ -181,7 +202,7 @@ class _PartOperation:
         self._row_quantum = row_quantum
         part: Any = call.part
         self._rows: Callable[[torch.Tensor], torch.Tensor] = self._by_torch
-        if isinstance(part, FUSED_NORMS + FUSED_MLPS):
+        if isinstance(part, FUSED_NORMS + FUSED_PARTS):
             self._rows = part.rows
 
     def run(self, step: StepRows) -> None:
@@ -201,8 +222,11 @@ class _PartOperation:
         if isinstance(part, FUSED_NORMS):
             name = recorded.for_norm(call.gives)
             rows = part.record(recorded.program, x, into=into or name)
-        elif isinstance(part, FUSED_MLPS):
-            rows = part.record(recorded.program, x, into=recorded.for_product(call.gives))
+        elif isinstance(part, FusedActivation):
+            rows = part.record(recorded.program, x, into=recorded.for_activation(call.gives))
+        elif isinstance(part, FUSED_PARTS):
+            name = recorded.for_product(call.gives, alone=isinstance(part, PackedLinear))
+            rows = part.record(recorded.program, x, into=name)
         else:
             raise KernelArgumentError("part", f"is a {type(part).__name__}, which torch computes")
         recorded.rows[call.gives] = rows
@@ -264,19 +288,21 @@ class _SumOperation:
 
     def record(self, recorded: RecordedRows, into: Rows | None) -> None:
         own, rows, program = self._sum, recorded.rows, recorded.program
-        if own.factor != 1.0:
-            raise KernelArgumentError("factor", "of a sum is not 1")
-        if own.one not in self._drops or recorded.is_of_product(own.one):
-            raise KernelArgumentError("residual", "would be replaced by the sum, but is needed, or shared by ranks")
         one, other = rows[own.one], rows[own.other]
-        if self._norm is not None:
-            name = recorded.for_norm(self._norm.gives)
+        # Rows that are still needed stay, and those of a product, which ranks share.
+        replaces = own.one in self._drops and not recorded.is_of_product(own.one)
+        name = None if self._norm is None else recorded.for_norm(self._norm.gives)
+        if replaces and self._norm is not None:
             rows[self._norm.gives] = self._part.record_add(program, other, one, into=into or name)
+            recorded.replace(own.one, own.gives)
         else:
-            # There is no operation for a sum alone. The norm that is computed with it is read by nobody.
-            weight = torch.ones(one.width, dtype=one.dtype)
-            program.add_rms_norm(other, one, weight, 1.0, plus_one=False, into="unread norm")
-        recorded.replace(own.one, own.gives)
+            if replaces:
+                program.add(one, other, own.factor, into=one)
+                recorded.replace(own.one, own.gives)
+            else:
+                rows[own.gives] = program.add(one, other, own.factor, into=recorded.for_sum(own.gives))
+            if self._norm is not None:
+                rows[self._norm.gives] = self._part.record(program, rows[own.gives], into=into or name)
         recorded.drop(self._drops)
 
 
@@ -326,4 +352,4 @@ def _norm_of(step: Step, following: Step) -> Call | None:
     """The step behind a sum, if both are one operation: the norm of the sum."""
     if not isinstance(step, Sum) or step.factor != 1.0 or not isinstance(following, Call):
         return None
-    return following if isinstance(following.part, FusedNorm) and following.given == step.gives else None
+    return following if isinstance(following.part, FUSED_NORMS) and following.given == step.gives else None

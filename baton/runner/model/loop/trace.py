@@ -24,7 +24,8 @@ from baton.runner.model.fused_layers import CalledAsAttention
 from baton.runner.model.layers import head_of
 from baton.runner.model.long_angles import LongAngles, is_rotary
 from baton.runner.model.loop.angles import AngleKind
-from baton.runner.model.loop.steps import FUSED_MLPS, FUSED_NORMS, Call, Mixer, Step, Sum
+from baton.runner.model.loop.positions import PositionRows, positions_of
+from baton.runner.model.loop.steps import FUSED_NORMS, FUSED_PARTS, Call, Mixer, Step, Sum
 from baton.runner.model.stage import OtherLayer, ReceivedRows, layers_of
 
 _FEW = 2
@@ -87,6 +88,8 @@ class LoopTrace:
         self.angles: list[AngleKind] = []
         self.embedding_factor = 1.0
         """What the embedding's rows are multiplied with to be the first layer's input."""
+        self.position_rows: PositionRows | None = None
+        """Rows by position that are added to them; None: none are."""
         self.result = 0
         """The number of the rows that the head takes, or the stage behind."""
         self.width = 0
@@ -106,6 +109,8 @@ class LoopTrace:
         """The number of the oldest rows in a sum; of other rows their own."""
         self._count = 0
         self._rotations: list[_Rotation] = []
+        self._by_position: list[tuple[PositionRows, torch.Tensor]] = []
+        """Parts that give rows of positions, and what they gave."""
         self._num_mixed = 0
         self._is_done = False
         self._is_asking = False
@@ -204,7 +209,11 @@ class LoopTrace:
         self._rotations.append(_Rotation(part, dict(told[_ROTATED:]), out))
 
     def _left_part_of_base(self, name: str, part: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        if self._count and not self._is_done:
+        if self._is_asking or self._is_done:
+            return
+        if (found := self._asking(lambda: positions_of(part, args, kwargs, out))) is not None:
+            self._by_position.append((found, _flat(out)))
+        elif self._count:
             self._left(name, part, args, kwargs, out)
 
     def _left(self, name: str, part: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
@@ -214,7 +223,7 @@ class LoopTrace:
         num_given = sum(value is not None for value in (*args, *kwargs.values()))
         if not given or gives is None:
             raise NotAPlainDecoder(f"{name} takes or gives no rows")
-        if self._number_of(_flat(gives)) is not None:
+        if self._number_of(_flat(gives)) is not None or _equal(_flat(given[0]), _flat(gives)):
             return  # dropout, which leaves rows as they are
         if gives.dtype != self.dtype:
             raise NotAPlainDecoder(f"{name} gives {gives.dtype}, and the embedding {self.dtype}")
@@ -223,7 +232,7 @@ class LoopTrace:
             raise NotAPlainDecoder(f"{name} is a {type(part).__name__}, no FusedAttention")
         if not is_mixer and num_given > 1:
             raise NotAPlainDecoder(f"{name} takes more than rows")
-        if not isinstance(part, (Mixer, *FUSED_NORMS, *FUSED_MLPS)) and not self._computes_rows_alone(
+        if not isinstance(part, (Mixer, *FUSED_NORMS, *FUSED_PARTS)) and not self._computes_rows_alone(
             part, given[0], gives
         ):
             raise NotAPlainDecoder(f"{name} gives rows that depend on each other")
@@ -233,14 +242,19 @@ class LoopTrace:
 
     def _computes_rows_alone(self, part: nn.Module, given: torch.Tensor, gives: torch.Tensor) -> bool:
         """Whether a part gives the same rows if it is given them in another order. A row's tokens may be anyone's."""
-        self._is_asking = True
         try:
-            other = _rows_of(part(given.flip(-2)))
+            other = _rows_of(self._asking(lambda: part(given.flip(-2))))
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError):
             return False  # what it computes of these rows is decided by more than them
+        return other is not None and _equal(other.flip(-2), gives)
+
+    def _asking(self, call: Callable[[], Any]) -> Any:
+        """What a call gives in which parts of the model are called that are not watched."""
+        self._is_asking = True
+        try:
+            return call()
         finally:
             self._is_asking = False
-        return other is not None and _equal(other.flip(-2), gives)
 
     def _kind_of_angles(self, name: str, part: nn.Module, args: Any, kwargs: Any) -> int | None:
         told = next((value for value in (*args, *kwargs.values()) if _are_angles(value)), None)
@@ -279,17 +293,20 @@ class LoopTrace:
         rows = _flat(given)
         number = self._number_of(rows)
         if number is None and self._count == 1:
-            number = self._explained_as_scaled(rows)
+            number = self._explained_as_embedding(rows)
         if number is None:
             number = self._explained_as_sum(rows)
         if number is None:
             raise NotAPlainDecoder(f"{what} rows that are no sum of those before them")
         return number
 
-    def _explained_as_scaled(self, rows: torch.Tensor) -> int | None:
-        for factor in (*self._numbers, *(number**0.5 for number in self._numbers if number > 0)):
-            if _equal(self._rows[0] * factor, rows):
-                self.embedding_factor = factor
+    def _explained_as_embedding(self, rows: torch.Tensor) -> int | None:
+        """0 if the rows are those of the embedding, times a factor, plus rows of positions."""
+        factors = (1.0, *self._numbers, *(number**0.5 for number in self._numbers if number > 0))
+        for (part, added), factor in product(((None, None), *self._by_position), factors):
+            scaled = self._rows[0] if factor == 1.0 else self._rows[0] * factor
+            if _equal(scaled if added is None else scaled + added, rows):
+                self.embedding_factor, self.position_rows = factor, part
                 self._rows[0] = rows.clone()
                 return 0
         return None

@@ -17,7 +17,16 @@ from baton.runner.backends.cpu.kernels.mixture import PackedMixture, mix_experts
 from baton.runner.backends.cpu.kernels.product import PackedHeads, PackedWeight, linear_of_heads, pack_heads
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
-from baton.runner.backends.cpu.kernels.rows import add_rms_norm, gate, gated_rms_norm, multiply, rms_norm, rotate
+from baton.runner.backends.cpu.kernels.rows import (
+    activate,
+    add_rms_norm,
+    gate,
+    gated_rms_norm,
+    layer_norm,
+    multiply,
+    rms_norm,
+    rotate,
+)
 from baton.runner.backends.cpu.kernels.states import convolve, recur
 from baton.runner.backends.cpu.kernels.weights import (
     Packed,
@@ -44,6 +53,7 @@ __all__ = [
     "PackedWeight",
     "Program",
     "StackedWeight",
+    "activate",
     "adapt",
     "add_rms_norm",
     "available",
@@ -51,6 +61,7 @@ __all__ = [
     "gate",
     "gated_linear",
     "gated_rms_norm",
+    "layer_norm",
     "linear",
     "linear_of_heads",
     "mix_experts",

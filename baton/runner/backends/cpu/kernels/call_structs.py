@@ -83,10 +83,11 @@ class QuantizeCall(ctypes.Structure):
 
 class NormCall(ctypes.Structure):
     _fields_ = [
-        *_fields(_POINTER, "x weight out residual sum gate"),
-        *_fields(_SIZE, "rows columns n row_stride column_stride gate_row_stride gate_column_stride rows_per_task"),
+        *_fields(_POINTER, "x weight out residual sum gate bias"),
+        *_fields(_SIZE, "rows columns n row_stride column_stride gate_row_stride gate_column_stride weight_stride"),
+        ("rows_per_task", _SIZE),
         ("eps", _FLOAT),
-        *_fields(_INT, "plus_one has_sigmoid_gate"),
+        *_fields(_INT, "plus_one has_sigmoid_gate around_mean"),
     ]
 
 
@@ -117,7 +118,7 @@ class Multiplier(IntEnum):
 class MultiplyCall(ctypes.Structure):
     _fields_ = [
         *_fields(_POINTER, "x by out"),
-        *_fields(_SIZE, "rows columns x_stride by_stride rows_per_task"),
+        *_fields(_SIZE, "rows columns width x_stride by_stride rows_per_task"),
         ("multiplier", _INT),
     ]
 
@@ -155,6 +156,19 @@ class MixtureCall(ctypes.Structure):
         *_fields(_SIZE, "experts x_stride"),
         ("sum", SumCall),
     ]
+
+
+class ActivateCall(ctypes.Structure):
+    _fields_ = [
+        *_fields(_POINTER, "x out"),
+        *_fields(_SIZE, "rows columns x_stride rows_per_task"),
+        ("activation", _INT),
+        ("bound", _FLOAT),
+    ]
+
+
+class AddCall(ctypes.Structure):
+    _fields_ = [*_fields(_POINTER, "one other out"), *_fields(_SIZE, "rows columns rows_per_task"), ("factor", _FLOAT)]
 
 
 class RotateCall(ctypes.Structure):
@@ -250,6 +264,8 @@ class OperationKind(IntEnum):
     MULTIPLY = 11
     ROUTE = 12
     MIXTURE = 13
+    ACTIVATE = 14
+    ADD = 15
 
 
 OPERATION_NAMES = {
@@ -267,6 +283,8 @@ OPERATION_NAMES = {
     OperationKind.MULTIPLY: "multiply",
     OperationKind.ROUTE: "route",
     OperationKind.MIXTURE: "mix_experts",
+    OperationKind.ACTIVATE: "activate",
+    OperationKind.ADD: "add",
 }
 """The method of `Program` by which an operation is recorded."""
 
@@ -295,6 +313,8 @@ class Call(ctypes.Union):
         ("multiply", MultiplyCall),
         ("route", RouteCall),
         ("mixture", MixtureCall),
+        ("activate", ActivateCall),
+        ("add", AddCall),
     ]
 
 
@@ -344,6 +364,8 @@ _STRUCTURES: dict[str, type[ctypes.Structure | ctypes.Union]] = {
     "route_call": RouteCall,
     "sum_call": SumCall,
     "mixture_call": MixtureCall,
+    "activate_call": ActivateCall,
+    "add_call": AddCall,
     "rotate_call": RotateCall,
     "store_call": StoreCall,
     "attention_call": KernelAttentionCall,

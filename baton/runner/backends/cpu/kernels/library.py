@@ -58,9 +58,9 @@ class Library:
     route: Callable[..., int]
     sum_experts: Callable[..., int]
     mixture: Callable[..., int]
-    gated_norm: Callable[..., int]
+    activate: Callable[..., int]
+    norm: Callable[..., int]
     take_rows: Callable[..., int]
-    rms_norm: Callable[..., int]
     rotate: Callable[..., int]
     run_program: Callable[..., int]
 
@@ -112,21 +112,10 @@ def library() -> Library:
     functions.baton_float8_rows.argtypes = [integer, integer, size] + [pointer] * 3 + [size] * 4 + [integer]
     functions.baton_attention.argtypes = [integer, integer, pointer, integer]
     functions.baton_store_kv.argtypes = [pointer]
-    for name in (
-        "select_keys",
-        "convolve",
-        "recur",
-        "gate",
-        "gated_norm",
-        "multiply",
-        "route",
-        "sum_experts",
-        "mixture",
-    ):
+    of_calls = ("select_keys", "convolve", "recur", "gate", "norm", "multiply", "activate")
+    for name in (*of_calls, "route", "sum_experts", "mixture"):
         getattr(functions, f"baton_{name}").argtypes = [integer, integer, pointer, integer]
     functions.baton_take_rows.argtypes = [integer, integer, pointer, pointer, pointer, size, size, size, integer]
-    norm = [integer, integer] + [pointer] * 5 + [size] * 5
-    functions.baton_rms_norm.argtypes = [*norm, ctypes.c_float, integer, integer]
     functions.baton_rotate.argtypes = [integer, integer] + [pointer] * 3 + [size] * 6 + [integer] * 3
     functions.baton_barrier_bytes.restype = size
     functions.baton_barrier_arrive.argtypes = [pointer, ctypes.c_uint32, ctypes.c_uint32, pointer]
@@ -158,9 +147,9 @@ def library() -> Library:
         route=functions.baton_route,
         sum_experts=functions.baton_sum_experts,
         mixture=functions.baton_mixture,
-        gated_norm=functions.baton_gated_norm,
+        activate=functions.baton_activate,
+        norm=functions.baton_norm,
         take_rows=functions.baton_take_rows,
-        rms_norm=functions.baton_rms_norm,
         rotate=functions.baton_rotate,
         run_program=functions.baton_run_program,
     )

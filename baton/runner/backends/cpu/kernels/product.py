@@ -19,12 +19,13 @@ from baton.runner.backends.cpu.kernels.huge_pages import zeros_for_reading
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
 from baton.runner.backends.quantized_weight import Float8Weight, QuantizedWeight
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
 
 _GROUP = 64
 """Columns of a group of packed memory (csrc/kernels.h)."""
 NOT_GATED = 0
-ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3}
+ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu_squared": 5}
+CLAMP = 6
 
 
 @dataclass(frozen=True, slots=True)

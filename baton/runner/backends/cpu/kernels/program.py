@@ -30,6 +30,8 @@ from baton.runner.backends.cpu.kernels.barrier import GrowingMemory
 from baton.runner.backends.cpu.kernels.buffers import Buffers, Rows
 from baton.runner.backends.cpu.kernels.call_structs import (
     OPERATION_NAMES,
+    ActivateCall,
+    AddCall,
     Call,
     GateCall,
     GateKind,
@@ -48,9 +50,16 @@ from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.float8 import PackedFloat8Weight
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
 from baton.runner.backends.cpu.kernels.mixture import PackedMixture, route_structure
-from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, NOT_GATED, Activation, PackedWeight
+from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, CLAMP, NOT_GATED, Activation, PackedWeight
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
-from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction, gate_structure, multiply_structure
+from baton.runner.backends.cpu.kernels.rows import (
+    GateActivation,
+    GateFunction,
+    activate_structure,
+    gate_structure,
+    multiply_structure,
+    norm_structure,
+)
 from baton.runner.backends.cpu.kernels.states import (
     convolution_structure,
     recurrence_structure,
@@ -128,15 +137,25 @@ class Program:
 
     def rms_norm(self, x: Rows, weight: torch.Tensor, eps: float, *, plus_one: bool, into: str | Rows) -> Rows:
         """Record the norm of each piece of x that is as wide as the weight (a row, or each of its heads)."""
-        return self._norm(x, None, weight, eps, plus_one, into)
+        return self._norm(x, None, self._norm_call(x, weight, None, eps, plus_one=plus_one), into)
 
     def add_rms_norm(
         self, x: Rows, residual: Rows, weight: torch.Tensor, eps: float, *, plus_one: bool, into: str | Rows
     ) -> Rows:
         """Record the sum of x and the residual, which replaces the residual, and the norm of the sum."""
-        if x.width != residual.width or x.sampled != residual.sampled or residual.stride != residual.width:
-            raise KernelArgumentError("residual", "must be whole rows of x's shape")
-        return self._norm(x, residual, weight, eps, plus_one, into)
+        return self._norm(x, residual, self._norm_call(x, weight, None, eps, plus_one=plus_one), into)
+
+    def layer_norm(
+        self, x: Rows, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, *, into: str | Rows
+    ) -> Rows:
+        """Record the norm around its mean of each piece of x that is as wide as the weight [n], or [heads, n]."""
+        return self._norm(x, None, self._norm_call(x, weight, bias, eps, around_mean=True), into)
+
+    def add_layer_norm(
+        self, x: Rows, residual: Rows, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, *, into: str | Rows
+    ) -> Rows:
+        """Record the sum of x and the residual, which replaces the residual, and the `layer_norm` of the sum."""
+        return self._norm(x, residual, self._norm_call(x, weight, bias, eps, around_mean=True), into)
 
     def gated_rms_norm(
         self, x: Rows, gate: Rows, weight: torch.Tensor, eps: float, activation: GateActivation, *, into: str | Rows
@@ -144,7 +163,9 @@ class Program:
         """Record the norm of each piece of x that is as wide as the weight, times activation(gate), rounded once."""
         if (gate.width, gate.sampled) != (x.width, x.sampled):
             raise KernelArgumentError("gate", f"must be rows of {x.width}, as many as x has")
-        return self._norm(x, None, weight, eps, False, into, gate, activation)
+        call = self._norm_call(x, weight, None, eps)
+        call.has_sigmoid_gate = activation == "sigmoid"
+        return self._norm(x, None, call, into, gate)
 
     def gate(
         self, x: Rows, function: GateFunction, bias: torch.Tensor | None, factor: torch.Tensor | None, *, into: str
@@ -209,12 +230,36 @@ class Program:
         return out
 
     def multiply(self, x: Rows, by: Rows, activation: GateFunction | None, *, into: str | Rows) -> Rows:
-        """Record x * activation(by), or without one x * by, rounded once."""
-        if (by.width, by.sampled) != (x.width, x.sampled):
-            raise KernelArgumentError("by", f"must be rows of {x.width}, as many as x has")
+        """Record x * activation(by), or without one x * by, rounded once; by may have one number for each head of x."""
+        call = multiply_structure(x.width, by.width, x.stride, by.stride, activation)
+        self._require_as_many(x, by, "by")
         out = self._out(into, x.width, x.sampled)
-        call = multiply_structure(x.width, x.stride, by.stride, activation)
         self._record(OperationKind.MULTIPLY, x, Call(multiply=call), out=out, operands=(by,))
+        return out
+
+    def activate(self, x: Rows, activation: Activation, *, into: str | Rows) -> Rows:
+        """Record activation(x), rounded once."""
+        out = self._out(into, x.width, x.sampled)
+        call = activate_structure(x.width, x.stride, activation)
+        self._record(OperationKind.ACTIVATE, x, Call(activate=call), out=out)
+        return out
+
+    def clamp(self, x: Rows, bound: float, *, into: str | Rows) -> Rows:
+        """Record x with the numbers beyond -bound and bound replaced by these."""
+        out = self._out(into, x.width, x.sampled)
+        call = ActivateCall(columns=x.width, x_stride=x.stride, activation=CLAMP, bound=bound)
+        self._record(OperationKind.ACTIVATE, x, Call(activate=call), out=out)
+        return out
+
+    def add(self, one: Rows, other: Rows, factor: float, *, into: str | Rows) -> Rows:
+        """Record one + other * factor, the product rounded and then the sum; `into` may be one of both."""
+        self._require_as_many(one, other, "other")
+        if (other.width, one.stride, other.stride) != (one.width, one.width, one.width):
+            raise KernelArgumentError("other", "and the rows to which it is added must be whole rows of one width")
+        out = self._out(into, one.width, one.sampled)
+        self._record(
+            OperationKind.ADD, one, Call(add=AddCall(columns=one.width, factor=factor)), out=out, operands=(other,)
+        )
         return out
 
     def rotate(self, x: Rows, head_dim: int, cos: Rows, sin: Rows, *, in_pairs: bool = False) -> None:
@@ -472,36 +517,38 @@ class Program:
         self._record(OperationKind.QUANTIZE, x, Call(quantize=call), out=out)
         return out
 
-    def _norm(
+    def _norm_call(
         self,
         x: Rows,
-        residual: Rows | None,
         weight: torch.Tensor,
+        bias: torch.Tensor | None,
         eps: float,
-        plus_one: bool,
-        into: str | Rows,
-        gate: Rows | None = None,
-        activation: GateActivation = "silu",
-    ) -> Rows:
-        n = weight.shape[0]
-        if weight.ndim != 1 or weight.dtype != self._dtype or not weight.is_contiguous() or x.width % n != 0:
-            raise KernelArgumentError("weight", f"must be [n] {self._dtype}, contiguous, n a divisor of {x.width}")
+        *,
+        plus_one: bool = False,
+        around_mean: bool = False,
+    ) -> NormCall:
+        if weight.ndim not in (1, 2) or x.width % weight.shape[-1] or (weight.ndim == 2 and weight.numel() != x.width):
+            raise KernelArgumentError(
+                "weight", f"must be [n] with n a divisor of {x.width}, or [heads, n] of all heads"
+            )
+        self._kept += [weight, bias]
+        return norm_structure(weight.shape, self._dtype, weight, bias, eps, plus_one=plus_one, around_mean=around_mean)
+
+    def _norm(self, x: Rows, residual: Rows | None, call: NormCall, into: str | Rows, gate: Rows | None = None) -> Rows:
+        if residual is not None and (
+            x.width != residual.width or x.sampled != residual.sampled or residual.stride != residual.width
+        ):
+            raise KernelArgumentError("residual", "must be whole rows of x's shape")
+        n = call.n
         out = self._out(into, x.width, x.sampled)
-        call = NormCall(
-            weight=weight.data_ptr(),
-            columns=x.width // n,
-            n=n,
-            row_stride=x.stride,
-            column_stride=n,
-            gate_row_stride=0 if gate is None else gate.stride,
-            gate_column_stride=n,
-            eps=eps,
-            plus_one=plus_one,
-            has_sigmoid_gate=activation == "sigmoid",
-        )
-        self._kept.append(weight)
+        call.columns, call.row_stride, call.column_stride = x.width // n, x.stride, n
+        call.gate_row_stride, call.gate_column_stride = 0 if gate is None else gate.stride, n
         self._record(OperationKind.NORM, x, Call(norm=call), out=out, operands=(residual, residual, gate))
         return out
+
+    def _require_as_many(self, x: Rows, other: Rows, name: str) -> None:
+        if other.sampled != x.sampled:
+            raise KernelArgumentError(name, "must be as many rows as x has")
 
     def _record(
         self,

@@ -1,15 +1,24 @@
-"""Kernels that treat each row alone: root mean square norms, gates, products and rotary position embeddings."""
+"""Kernels that treat each row alone: norms, gates, products, activations and rotary position embeddings."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
-from baton.runner.backends.cpu.kernels.call_structs import GateCall, GateKind, Multiplier, MultiplyCall, NormCall
+from baton.runner.backends.cpu.kernels.call_structs import (
+    ActivateCall,
+    GateCall,
+    GateKind,
+    Multiplier,
+    MultiplyCall,
+    NormCall,
+)
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
+from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, Activation
 
 GateFunction = Literal["softplus", "sigmoid"]
 GateActivation = Literal["silu", "sigmoid"]
@@ -24,7 +33,7 @@ def rms_norm(
     with it, it is multiplied by 1 + weight and rounded once (as in gemma). There may be gaps between the rows of x.
     Raises KernelArgumentError for tensors that don't fit.
     """
-    return _norm(x, None, None, weight, eps, plus_one, threads)
+    return _norm(x, None, None, norm_structure(x.shape[-1:], x.dtype, weight, None, eps, plus_one=plus_one), threads)
 
 
 def add_rms_norm(
@@ -39,55 +48,76 @@ def add_rms_norm(
     """The sum x + residual in their dtype, and the `rms_norm` of the sum; the residual is contiguous, of x's shape."""
     if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous() or not residual.is_cpu:
         raise KernelArgumentError("residual", f"must be {tuple(x.shape)} {x.dtype}, contiguous, on the CPU")
+    call = norm_structure(x.shape[-1:], x.dtype, weight, None, eps, plus_one=plus_one)
     total = x.new_empty(x.shape)
-    return total, _norm(x, residual, total, weight, eps, plus_one, threads)
+    return total, _norm(x, residual, total, call, threads)
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, *, threads: int
+) -> torch.Tensor:
+    """The norm of x [..., n] around its mean, times the weight [n], plus bias [n]: contiguous, in x's dtype.
+
+    The weight may be [heads, n], for x [..., heads, n]. Computed in float32 and rounded once. Raises
+    KernelArgumentError for tensors that don't fit.
+
+    Ba et al. 2016, "Layer Normalization".
+    """
+    last = x.shape[-1:] if weight.ndim < 2 else x.shape[-2:]
+    return _norm(x, None, None, norm_structure(last, x.dtype, weight, bias, eps, around_mean=True), threads)
+
+
+def norm_structure(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    *,
+    plus_one: bool = False,
+    around_mean: bool = False,
+) -> NormCall:
+    """The kernel's arguments for norms of n numbers, without those of x; `shape`: the weight's, [n] or [heads, n]."""
+    if weight.shape != shape or weight.dtype != dtype or not weight.is_contiguous() or not weight.is_cpu:
+        raise KernelArgumentError("weight", f"must be {list(shape)} {dtype}, contiguous, on the CPU")
+    n = shape[-1]
+    if bias is not None and (bias.shape != (n,) or bias.dtype != dtype or not bias.is_contiguous() or not bias.is_cpu):
+        raise KernelArgumentError("bias", f"must be [{n}] {dtype}, contiguous, on the CPU")
+    return NormCall(
+        weight=weight.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        n=n,
+        weight_stride=n if len(shape) > 1 else 0,
+        eps=eps,
+        plus_one=plus_one,
+        around_mean=around_mean,
+    )
 
 
 def _norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    total: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    plus_one: bool,
-    threads: int,
+    x: torch.Tensor, residual: torch.Tensor | None, total: torch.Tensor | None, call: NormCall, threads: int
 ) -> torch.Tensor:
+    """The norm of x or, with a residual, of their sum, which is written to `total`."""
     if x.ndim == 0 or x.dtype not in DTYPES or not x.is_cpu:
         raise KernelArgumentError("x", f"must be [..., n] of float32 or bfloat16 on the CPU, is {x.dtype}")
-    shape = x.shape
-    n = shape[-1]
-    if weight.shape != (n,) or weight.dtype != x.dtype or not weight.is_contiguous() or not weight.is_cpu:
-        raise KernelArgumentError("weight", f"must be [{n}] {x.dtype}, contiguous, on the CPU")
+    shape, n = x.shape, call.n
     if n > 1 and x.stride(-1) != 1:
         raise KernelArgumentError("x", "has rows that are not contiguous")
     if x.is_contiguous():
-        rows, columns, row_stride, column_stride = x.numel() // max(n, 1), 1, n, 0
+        columns = shape[-2] if call.weight_stride else 1
+        rows, row_stride, column_stride = x.numel() // max(n * columns, 1), n * columns, n
     else:
         apart = [(size, stride) for size, stride in zip(shape[:-1], x.stride()[:-1], strict=True) if size != 1]
-        if len(apart) > 2:
-            return _norm(x.contiguous(), residual, total, weight, eps, plus_one, threads)
+        if len(apart) > 2 or (call.weight_stride and x.ndim > 3):
+            return _norm(x.contiguous(), residual, total, call, threads)
         (columns, column_stride), (rows, row_stride) = [*reversed(apart), (1, 0), (1, 0)][:2]
     out = x.new_empty(shape)
+    call.x, call.out = x.data_ptr(), out.data_ptr()
+    if residual is not None and total is not None:
+        call.residual, call.sum = residual.data_ptr(), total.data_ptr()
+    call.rows, call.columns, call.row_stride, call.column_stride = rows, columns, row_stride, column_stride
     lib = library()
-    check_status(
-        lib.rms_norm(
-            lib.isa,
-            DTYPES[x.dtype],
-            x.data_ptr(),
-            weight.data_ptr(),
-            None if residual is None else residual.data_ptr(),
-            None if total is None else total.data_ptr(),
-            out.data_ptr(),
-            rows,
-            columns,
-            n,
-            row_stride,
-            column_stride,
-            eps,
-            plus_one,
-            threads,
-        )
-    )
+    check_status(lib.norm(lib.isa, DTYPES[x.dtype], ctypes.byref(call), threads))
     return out
 
 
@@ -128,7 +158,7 @@ def gated_rms_norm(
         has_sigmoid_gate=activation == "sigmoid",
     )
     lib = library()
-    check_status(lib.gated_norm(lib.isa, DTYPES[x.dtype], ctypes.byref(call), threads))
+    check_status(lib.norm(lib.isa, DTYPES[x.dtype], ctypes.byref(call), threads))
     return out
 
 
@@ -139,11 +169,8 @@ def gate(
 
     Each row of x is contiguous. Raises KernelArgumentError for tensors that don't fit.
     """
-    if x.ndim != 2 or x.dtype not in DTYPES or not x.is_cpu:
-        raise KernelArgumentError("x", f"must be [rows, n] of float32 or bfloat16 on the CPU, is {x.dtype}")
+    _require_rows(x, "x")
     rows, n = x.shape
-    if n > 1 and x.stride(1) != 1:
-        raise KernelArgumentError("x", "has rows that are not contiguous")
     call = gate_structure(n, function, bias, factor)
     # The dtype is named, since another thread that loads a model changes the default.
     out = torch.empty(rows, n, dtype=torch.float32)
@@ -171,19 +198,17 @@ def gate_structure(n: int, function: GateFunction, bias: torch.Tensor | None, fa
 
 
 def multiply(x: torch.Tensor, by: torch.Tensor, activation: GateFunction | None, *, threads: int) -> torch.Tensor:
-    """x * activation(by), or without one x * by, of x and by [rows, n] in x's dtype: contiguous.
+    """x * activation(by), or without one x * by, of x [rows, n] and by [rows, n] in x's dtype: contiguous.
 
-    Computed in float32 and rounded once. Each row of x and by is contiguous, with gaps between rows allowed. Raises
-    KernelArgumentError for tensors that don't fit.
+    by may be [rows, heads], with one number for each n / heads columns of x. Computed in float32 and rounded once. Each
+    row of x and by is contiguous, with gaps between rows allowed. Raises KernelArgumentError for tensors that don't
+    fit.
     """
-    for name, rows in (("x", x), ("by", by)):
-        if rows.ndim != 2 or rows.dtype not in DTYPES or not rows.is_cpu:
-            raise KernelArgumentError(name, f"must be [rows, n] of float32 or bfloat16 on the CPU, is {rows.dtype}")
-        if rows.shape[1] > 1 and rows.stride(1) != 1:
-            raise KernelArgumentError(name, "has rows that are not contiguous")
-    if by.shape != x.shape or by.dtype != x.dtype:
+    _require_rows(x, "x")
+    _require_rows(by, "by")
+    if by.shape[0] != x.shape[0] or by.dtype != x.dtype:
         raise KernelArgumentError("by", f"must be {tuple(x.shape)} {x.dtype}")
-    call = multiply_structure(x.shape[1], x.stride(0), by.stride(0), activation)
+    call = multiply_structure(x.shape[1], by.shape[1], x.stride(0), by.stride(0), activation)
     out = x.new_empty(x.shape)
     call.x, call.by, call.out, call.rows = x.data_ptr(), by.data_ptr(), out.data_ptr(), x.shape[0]
     lib = library()
@@ -191,10 +216,42 @@ def multiply(x: torch.Tensor, by: torch.Tensor, activation: GateFunction | None,
     return out
 
 
-def multiply_structure(n: int, x_stride: int, by_stride: int, activation: GateFunction | None) -> MultiplyCall:
-    """The kernel's arguments for rows of n columns, without those of a step."""
+def multiply_structure(
+    n: int, num_multipliers: int, x_stride: int, by_stride: int, activation: GateFunction | None
+) -> MultiplyCall:
+    """The kernel's arguments for rows of n columns and so many multipliers, without those of a step."""
+    if num_multipliers != n and (num_multipliers == 0 or n % num_multipliers):
+        raise KernelArgumentError("by", f"must be rows of {n}, or of a divisor of it, and as many as x has")
+    width = n // num_multipliers if n else 1
     multiplier = Multiplier.PLAIN if activation is None else Multiplier[activation.upper()]
-    return MultiplyCall(columns=n, x_stride=x_stride, by_stride=by_stride, multiplier=multiplier)
+    return MultiplyCall(columns=n, width=width, x_stride=x_stride, by_stride=by_stride, multiplier=multiplier)
+
+
+def activate(x: torch.Tensor, activation: Activation, *, threads: int) -> torch.Tensor:
+    """activation(x) of x [rows, n], in x's dtype: contiguous.
+
+    Computed in float32 and rounded once. Each row of x is contiguous, with gaps between rows allowed. Raises
+    KernelArgumentError for a tensor that doesn't fit.
+    """
+    _require_rows(x, "x")
+    call = activate_structure(x.shape[1], x.stride(0), activation)
+    out = x.new_empty(x.shape)
+    call.x, call.out, call.rows = x.data_ptr(), out.data_ptr(), x.shape[0]
+    lib = library()
+    check_status(lib.activate(lib.isa, DTYPES[x.dtype], ctypes.byref(call), threads))
+    return out
+
+
+def activate_structure(n: int, x_stride: int, activation: Activation) -> ActivateCall:
+    """The kernel's arguments for rows of n columns, without those of a step."""
+    return ActivateCall(columns=n, x_stride=x_stride, activation=ACTIVATIONS[activation])
+
+
+def _require_rows(x: torch.Tensor, name: str) -> None:
+    if x.ndim != 2 or x.dtype not in DTYPES or not x.is_cpu:
+        raise KernelArgumentError(name, f"must be [rows, n] of float32 or bfloat16 on the CPU, is {x.dtype}")
+    if x.shape[1] > 1 and x.stride(1) != 1:
+        raise KernelArgumentError(name, "has rows that are not contiguous")
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, in_pairs: bool = False, threads: int) -> None:

@@ -86,8 +86,10 @@ LONG_FUNCTION v16 v_gelu(v16 x) {
 }
 
 LONG_FUNCTION v16 v_activate(enum activation activation, v16 x) {
-    if (activation == GATE_SILU) return v_times_sigmoid(x, x);
-    if (activation == GATE_GELU) return v_gelu(x);
+    if (activation == ACTIVATION_SILU) return v_times_sigmoid(x, x);
+    if (activation == ACTIVATION_GELU) return v_gelu(x);
+    if (activation == ACTIVATION_RELU) return v_max(v_zero(), x);
+    if (activation == ACTIVATION_RELU_SQUARED) return v_mul(v_max(v_zero(), x), v_max(v_zero(), x));
     v16 inner = v_mul(x, v_fma(v_mul(x, x), v_set1(0.0713548163f), v_set1(1.5957691216f))); /* tanh(u) = 2 sigmoid(2u) - 1 */
     return v_times_sigmoid(x, inner);
 }

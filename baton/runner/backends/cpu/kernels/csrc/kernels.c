@@ -181,6 +181,20 @@ struct work multiply_work(struct multiply_call *call, const struct isa *isa, enu
     return work;
 }
 
+struct work activate_work(struct activate_call *call, const struct isa *isa, enum dtype dtype) {
+    struct work work = {.function = isa->activate[dtype], .job = call};
+    call->rows_per_task = worthwhile(call->columns);
+    if (call->columns > 0) work.n_tasks = (call->rows + call->rows_per_task - 1) / call->rows_per_task;
+    return work;
+}
+
+struct work add_work(struct add_call *call, const struct isa *isa, enum dtype dtype) {
+    struct work work = {.function = isa->add[dtype], .job = call};
+    call->rows_per_task = worthwhile(call->columns);
+    if (call->columns > 0) work.n_tasks = (call->rows + call->rows_per_task - 1) / call->rows_per_task;
+    return work;
+}
+
 /* Cut into tasks of so many ranks as adapters.inc.h computes together. */
 enum { SHRINK_RANKS = 8 };
 
@@ -274,14 +288,6 @@ int baton_quantized_linear(int isa_index, int dtype, const struct quantized_form
     return run_works(works, n_works, n_threads, NULL);
 }
 
-int baton_rms_norm(int isa, int dtype, const void *x, const void *weight, const void *residual, void *sum, void *out, size_t rows,
-                   size_t columns, size_t n, size_t row_stride, size_t column_stride, float eps, int plus_one, int n_threads) {
-    struct norm_call call = {.x = x, .weight = weight, .residual = residual, .sum = sum, .out = out, .rows = rows,
-                             .columns = columns, .n = n, .stride = {row_stride, column_stride}, .eps = eps, .plus_one = plus_one};
-    struct work work = norm_work(&call, isas[isa], (enum dtype)dtype);
-    return run_works(&work, 1, n_threads, NULL);
-}
-
 int baton_rotate(int isa, int dtype, void *x, const void *cos, const void *sin, size_t tokens, size_t heads, size_t half,
                  size_t token_stride, size_t head_stride, size_t angle_stride, int angle_dtype, int in_pairs, int n_threads) {
     struct rotate_call call = {.x = x, .cos = cos, .sin = sin, .tokens = tokens, .heads = heads, .half = half,
@@ -291,7 +297,7 @@ int baton_rotate(int isa, int dtype, void *x, const void *cos, const void *sin, 
     return run_works(&work, 1, n_threads, NULL);
 }
 
-int baton_gated_norm(int isa, int dtype, struct norm_call *call, int n_threads) {
+int baton_norm(int isa, int dtype, struct norm_call *call, int n_threads) {
     struct work work = norm_work(call, isas[isa], (enum dtype)dtype);
     return run_works(&work, 1, n_threads, NULL);
 }
@@ -322,5 +328,10 @@ int baton_mixture(int isa, int dtype, struct mixture_call *call, int n_threads) 
 
 int baton_multiply(int isa, int dtype, struct multiply_call *call, int n_threads) {
     struct work work = multiply_work(call, isas[isa], (enum dtype)dtype);
+    return run_works(&work, 1, n_threads, NULL);
+}
+
+int baton_activate(int isa, int dtype, struct activate_call *call, int n_threads) {
+    struct work work = activate_work(call, isas[isa], (enum dtype)dtype);
     return run_works(&work, 1, n_threads, NULL);
 }

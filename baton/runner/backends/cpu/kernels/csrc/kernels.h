@@ -27,7 +27,15 @@
 enum { LANES = 16, GROUP_PANELS = 4, GROUP_COLUMNS = LANES * GROUP_PANELS, BF16_K_MULTIPLE = 32, KEY_TILE = 64, MAX_HEAD_DIM = 704 };
 enum dtype { DTYPE_FLOAT32 = 0, DTYPE_BFLOAT16 = 1 };
 /* product.py has the same numbers. */
-enum activation { NOT_GATED = 0, GATE_SILU = 1, GATE_GELU_TANH = 2, GATE_GELU = 3 };
+enum activation {
+    NOT_GATED = 0,
+    ACTIVATION_SILU = 1,
+    ACTIVATION_GELU_TANH = 2,
+    ACTIVATION_GELU = 3,
+    ACTIVATION_RELU = 4,
+    ACTIVATION_RELU_SQUARED = 5,
+    ACTIVATION_CLAMP = 6, /* of activate_call alone */
+};
 /* library.py has the error message for each status. */
 enum status {
     STATUS_OK = 0,
@@ -129,14 +137,17 @@ static inline struct linear_task linear_task(const struct linear_call *call, siz
 
 /* The rows of x begin at row * stride[0] + column * stride[1], for row < rows and column < columns; strides count elements. */
 struct norm_call {
-    const void *x, *weight;
+    const void *x;
+    const void *weight; /* of column c from c * weight_stride on; 0: one for all columns */
     void *out; /* contiguous */
     const void *residual; /* added to x first; contiguous, as sum and out are; NULL: nothing is added */
     void *sum;            /* x + residual */
     const void *gate;     /* NULL, or what gates the norm, which is then rounded once; it begins as x, with its own strides */
-    size_t rows, columns, n, stride[2], gate_stride[2], rows_per_task;
+    const void *bias;     /* [n] or NULL; only around the mean */
+    size_t rows, columns, n, stride[2], gate_stride[2], weight_stride, rows_per_task;
     float eps;
     int plus_one, has_sigmoid_gate; /* has_sigmoid_gate: the gate's sigmoid, instead of its silu */
+    int around_mean;                /* the row's mean is subtracted first; the norm is rounded once */
 };
 
 /* Gates in float32: factor * function(x + bias). */
@@ -154,9 +165,10 @@ enum multiplier { MULTIPLIER_PLAIN, MULTIPLIER_SIGMOID, MULTIPLIER_SOFTPLUS };
 
 /* x * multiplier(by), rounded once. */
 struct multiply_call {
-    const void *x, *by; /* [rows, columns]; x_stride, by_stride: elements from row to row */
-    void *out;          /* contiguous */
-    size_t rows, columns, x_stride, by_stride, rows_per_task;
+    const void *x;  /* [rows, columns]; x_stride, by_stride: elements from row to row */
+    const void *by; /* [rows, columns / width]: one number for `width` columns of x, which follow each other */
+    void *out;      /* contiguous */
+    size_t rows, columns, width, x_stride, by_stride, rows_per_task;
     int multiplier; /* enum multiplier */
 };
 
@@ -196,6 +208,23 @@ struct mixture_call {
     void *gathered, *inner, *quantized;     /* room for each chosen expert's row: of x, of up's result and, for a quantized down, of that */
     size_t experts, x_stride;
     struct sum_call sum; /* outs: room as the others */
+};
+
+/* activation(x), rounded once. */
+struct activate_call {
+    const void *x; /* [rows, columns]; x_stride: elements from row to row */
+    void *out;     /* contiguous */
+    size_t rows, columns, x_stride, rows_per_task;
+    int activation; /* enum activation */
+    float bound;    /* with ACTIVATION_CLAMP: numbers above it become it, and those below its opposite that */
+};
+
+/* one + other * factor; the product is rounded, and then the sum. */
+struct add_call {
+    const void *one, *other; /* [rows, columns], contiguous, as out, which may be one of them */
+    void *out;
+    size_t rows, columns, rows_per_task;
+    float factor;
 };
 
 struct rotate_call {
@@ -421,6 +450,8 @@ struct isa {
     task_function multiply[2];
     task_function route[2];
     task_function sum_experts[2];
+    task_function activate[2];
+    task_function add[2];
     size_t step_pairs;   /* pairs of k in a step of packed bfloat16 weights */
     size_t linear_rows;  /* rows of x that a vector kernel has in scratch at a time */
     size_t rows_of_sums; /* the most rows of a bfloat16 task, which has the sums of all its rows in scratch */
@@ -500,6 +531,8 @@ int plan_mixture(struct mixture_job *job, struct mixture_call *call, const struc
 void free_mixture_plan(struct mixture_job *job);
 /* Writes the works of a planned mixture; returns how many. */
 size_t mixture_works(struct mixture_job *job, struct work works[MIXTURE_WORKS]);
+struct work activate_work(struct activate_call *call, const struct isa *isa, enum dtype dtype);
+struct work add_work(struct add_call *call, const struct isa *isa, enum dtype dtype);
 struct work rotate_work(struct rotate_call *call, const struct isa *isa, enum dtype dtype);
 struct work store_work(struct store_call *call);
 /* Appends one work or, where requests share tiles, two; returns how many. */

@@ -44,11 +44,11 @@ static const struct layout_entry layout[] = {
 
     WHOLE(struct norm_call, "norm_call"),
     FIELD(norm_call, x), FIELD(norm_call, weight), FIELD(norm_call, out), FIELD(norm_call, residual), FIELD(norm_call, sum),
-    FIELD(norm_call, rows), FIELD(norm_call, columns), FIELD(norm_call, n), FIELD(norm_call, gate), NAMED(norm_call, gate_stride[0], "gate_row_stride"),
+    FIELD(norm_call, rows), FIELD(norm_call, columns), FIELD(norm_call, n), FIELD(norm_call, gate), FIELD(norm_call, bias), NAMED(norm_call, gate_stride[0], "gate_row_stride"),
     NAMED(norm_call, gate_stride[1], "gate_column_stride"), FIELD(norm_call, has_sigmoid_gate),
     NAMED(norm_call, stride[0], "row_stride"),
     NAMED(norm_call, stride[1], "column_stride"), FIELD(norm_call, rows_per_task), FIELD(norm_call, eps),
-    FIELD(norm_call, plus_one),
+    FIELD(norm_call, plus_one), FIELD(norm_call, weight_stride), FIELD(norm_call, around_mean),
 
     WHOLE(struct gate_call, "gate_call"),
     FIELD(gate_call, x), FIELD(gate_call, out), FIELD(gate_call, bias), FIELD(gate_call, factor), FIELD(gate_call, rows),
@@ -58,7 +58,15 @@ static const struct layout_entry layout[] = {
     WHOLE(struct multiply_call, "multiply_call"),
     FIELD(multiply_call, x), FIELD(multiply_call, by), FIELD(multiply_call, out), FIELD(multiply_call, rows),
     FIELD(multiply_call, columns), FIELD(multiply_call, x_stride), FIELD(multiply_call, by_stride),
-    FIELD(multiply_call, rows_per_task), FIELD(multiply_call, multiplier),
+    FIELD(multiply_call, width), FIELD(multiply_call, rows_per_task), FIELD(multiply_call, multiplier),
+
+    WHOLE(struct activate_call, "activate_call"),
+    FIELD(activate_call, x), FIELD(activate_call, out), FIELD(activate_call, rows), FIELD(activate_call, columns),
+    FIELD(activate_call, x_stride), FIELD(activate_call, rows_per_task), FIELD(activate_call, activation), FIELD(activate_call, bound),
+
+    WHOLE(struct add_call, "add_call"),
+    FIELD(add_call, one), FIELD(add_call, other), FIELD(add_call, out), FIELD(add_call, rows), FIELD(add_call, columns),
+    FIELD(add_call, rows_per_task), FIELD(add_call, factor),
 
     WHOLE(struct route_call, "route_call"),
     FIELD(route_call, logits), FIELD(route_call, choice_bias), FIELD(route_call, chosen), FIELD(route_call, weights),
@@ -170,6 +178,7 @@ static const struct layout_entry layout[] = {
 
     VALUE("routing_scores", "SOFTMAX", SCORES_SOFTMAX), VALUE("routing_scores", "SIGMOID", SCORES_SIGMOID),
     VALUE("routing_scores", "SOFTMAX_OF_CHOSEN", SCORES_SOFTMAX_OF_CHOSEN),
+    VALUE("operation_kind", "ACTIVATE", OP_ACTIVATE), VALUE("operation_kind", "ADD", OP_ADD),
 
     VALUE("multiplier", "PLAIN", MULTIPLIER_PLAIN), VALUE("multiplier", "SIGMOID", MULTIPLIER_SIGMOID),
     VALUE("multiplier", "SOFTPLUS", MULTIPLIER_SOFTPLUS),

@@ -23,6 +23,8 @@ enum operation_kind {
     OP_MULTIPLY,
     OP_ROUTE,
     OP_MIXTURE,
+    OP_ACTIVATE,
+    OP_ADD,
 };
 enum which_rows { ALL_ROWS, SAMPLED_ROWS };
 
@@ -55,6 +57,8 @@ union call {
     struct multiply_call multiply;
     struct route_call route;
     struct mixture_call mixture;
+    struct activate_call activate;
+    struct add_call add;
 };
 
 /* A place in a buffer of rows: the buffer's number, and an offset in bytes; buffer -1: the operation has no such operand. */
@@ -63,9 +67,9 @@ struct place {
 };
 
 /* Most operations have at most two operands beside x and out: a norm's residual and sum, a rotation's cosines and sines, the values
- * that are stored with the keys, or what x is multiplied with. A product's second operand is x before it is quantized, from which adapters compute. A recurrence
- * has four: beside its queries the keys, values, decays and betas. The fourth of a norm is its gate. A route writes the chosen experts to
- * its second; a mixture has these, their weights, the shared rows and their gates, and its room (`room`). */
+ * that are stored with the keys, or what x is multiplied with or added to. A product's second operand is x before it is quantized, from
+ * which adapters compute. A recurrence has four: beside its queries the keys, values, decays and betas. The fourth of a norm is its gate.
+ * A route writes the chosen experts to its second; a mixture has these, their weights, the shared rows and their gates, and its room. */
 struct operation {
     int64_t kind, which_rows, group; /* group: of layers, which share block tables and slots */
     int64_t dtype;                   /* of x: an enum dtype */
@@ -310,6 +314,19 @@ static int prepare(struct prepared *to, struct work *works, size_t *n_works, con
         if (status != STATUS_OK) return status;
         *n_works += mixture_works(&to->mixture, work);
         return STATUS_OK;
+    case OP_ACTIVATE:
+        call->activate.x = at(step, op->x);
+        call->activate.out = at(step, op->out);
+        call->activate.rows = (size_t)rows;
+        *work = activate_work(&call->activate, isa, dtype);
+        break;
+    case OP_ADD:
+        call->add.one = at(step, op->x);
+        call->add.other = at(step, op->second);
+        call->add.out = at(step, op->out);
+        call->add.rows = (size_t)rows;
+        *work = add_work(&call->add, isa, dtype);
+        break;
     case OP_BARRIER: *work = (struct work){.function = wait_for_ranks, .job = &call->barrier, .n_tasks = 1}; break;
     }
     ++*n_works;

@@ -1,6 +1,26 @@
-/* Kernels that treat each row alone: root mean square norm, gates, products of rows and rotary positions. Included after functions.inc.h. */
+/* Kernels that treat each row alone: norms, gates, products and sums of rows, activations and rotary positions. Included after functions.inc.h. */
 
-INLINE void norm_row(const enum dtype dtype, const struct norm_call *call, size_t from, size_t gate, size_t to) {
+/* Up to 16 numbers less a mean; the other lanes are zero. */
+INLINE v16 load_around(const enum dtype dtype, const void *x, size_t index, size_t count, v16 mean) {
+    float part[LANES];
+    v16 v = v_sub(load_lanes(dtype, x, index, count), mean);
+    if (count == LANES) return v;
+    v_store(part, v);
+    return load_lanes(DTYPE_FLOAT32, part, 0, count);
+}
+
+/* The sum of n numbers less a mean, or of their squares. */
+INLINE float total_of(const int squared, const enum dtype dtype, const void *x, size_t from, size_t n, v16 mean) {
+    v16 sums[4] = {v_zero(), v_zero(), v_zero(), v_zero()};
+    for (size_t i = 0; i < n; i += 4 * LANES) /* four independent sums hide the latency of an addition */
+        for (size_t j = 0; j < 4 && i + j * LANES < n; j++) {
+            v16 value = load_around(dtype, x, from + i + j * LANES, lanes_left(i + j * LANES, n), mean);
+            sums[j] = squared ? v_fma(value, value, sums[j]) : v_add(value, sums[j]);
+        }
+    return v_total(v_add(v_add(sums[0], sums[1]), v_add(sums[2], sums[3])));
+}
+
+INLINE void norm_row(const enum dtype dtype, const struct norm_call *call, size_t from, size_t gate, size_t weights, size_t to) {
     const size_t n = call->n;
     const void *x = call->x;
     if (call->residual != NULL) {
@@ -12,22 +32,19 @@ INLINE void norm_row(const enum dtype dtype, const struct norm_call *call, size_
         x = call->sum;
         from = to;
     }
-    v16 squares[4] = {v_zero(), v_zero(), v_zero(), v_zero()};
-    for (size_t i = 0; i < n; i += 4 * LANES) /* four independent sums hide the latency of an addition */
-        for (size_t j = 0; j < 4 && i + j * LANES < n; j++) {
-            v16 value = load_lanes(dtype, x, from + i + j * LANES, lanes_left(i + j * LANES, n));
-            squares[j] = v_fma(value, value, squares[j]);
-        }
-    float total = v_total(v_add(v_add(squares[0], squares[1]), v_add(squares[2], squares[3])));
-    v16 factor = v_set1(1.0f / sqrtf(total / (float)n + call->eps));
+    v16 mean = v_zero();
+    if (call->around_mean) mean = v_set1(total_of(0, dtype, x, from, n, mean) / (float)n);
+    v16 factor = v_set1(1.0f / sqrtf(total_of(1, dtype, x, from, n, mean) / (float)n + call->eps));
     for (size_t i = 0; i < n; i += LANES) {
         size_t count = lanes_left(i, n);
-        v16 normal = v_mul(load_lanes(dtype, x, from + i, count), factor);
-        v16 weight = load_lanes(dtype, call->weight, i, count);
+        v16 normal = v_mul(load_around(dtype, x, from + i, count, mean), factor);
+        v16 weight = load_lanes(dtype, call->weight, weights + i, count);
         if (call->gate != NULL) {
             v16 by = load_lanes(dtype, call->gate, gate + i, count);
             normal = v_mul(v_mul(normal, weight), v_times_sigmoid(call->has_sigmoid_gate ? v_set1(1.0f) : by, by));
-        } else if (call->plus_one)
+        } else if (call->around_mean)
+            normal = v_fma(normal, weight, call->bias == NULL ? v_zero() : load_lanes(dtype, call->bias, i, count));
+        else if (call->plus_one)
             normal = v_mul(normal, v_add(v_set1(1.0f), weight));
         else
             normal = v_mul(v_rounded(dtype, normal), weight);
@@ -40,7 +57,8 @@ INLINE void norm_rows(const enum dtype dtype, const struct norm_call *call, size
     for (; row < end; row++)
         for (size_t column = 0; column < call->columns; column++)
             norm_row(dtype, call, row * call->stride[0] + column * call->stride[1],
-                     row * call->gate_stride[0] + column * call->gate_stride[1], (row * call->columns + column) * call->n);
+                     row * call->gate_stride[0] + column * call->gate_stride[1], column * call->weight_stride,
+                     (row * call->columns + column) * call->n);
 }
 
 TARGET static void rms_norm_float32(const void *job, size_t task, void *scratch) {
@@ -75,19 +93,33 @@ TARGET static void gate_bfloat16(const void *job, size_t task, void *scratch) {
     gate_rows(DTYPE_BFLOAT16, job, task);
 }
 
+/* x * multiplier(by) for up to 16 columns of a row from a column on; broadcast: the first number of by is for all of them. */
+INLINE void multiply_lanes(const enum dtype dtype, const int broadcast, const struct multiply_call *call, size_t row, size_t column,
+                           size_t count, size_t by_column) {
+    v16 x = load_lanes(dtype, call->x, row * call->x_stride + column, count);
+    v16 by = load_lanes(dtype, call->by, row * call->by_stride + by_column, broadcast ? 1 : count);
+    if (broadcast) {
+        float lanes[LANES];
+        v_store(lanes, by);
+        by = v_set1(lanes[0]);
+    }
+    if (call->multiplier == MULTIPLIER_SIGMOID)
+        x = v_times_sigmoid(x, by);
+    else
+        x = v_mul(x, call->multiplier == MULTIPLIER_SOFTPLUS ? v_softplus(by) : by);
+    store_lanes(dtype, call->out, row * call->columns + column, count, x);
+}
+
 INLINE void multiply_rows(const enum dtype dtype, const struct multiply_call *call, size_t task) {
     size_t row = task * call->rows_per_task, end = row + call->rows_per_task < call->rows ? row + call->rows_per_task : call->rows;
-    for (; row < end; row++)
-        for (size_t i = 0; i < call->columns; i += LANES) {
-            const size_t count = lanes_left(i, call->columns);
-            v16 x = load_lanes(dtype, call->x, row * call->x_stride + i, count);
-            v16 by = load_lanes(dtype, call->by, row * call->by_stride + i, count);
-            if (call->multiplier == MULTIPLIER_SIGMOID)
-                x = v_times_sigmoid(x, by);
-            else
-                x = v_mul(x, call->multiplier == MULTIPLIER_SOFTPLUS ? v_softplus(by) : by);
-            store_lanes(dtype, call->out, row * call->columns + i, count, x);
-        }
+    for (; row < end; row++) {
+        if (call->width == 1)
+            for (size_t i = 0; i < call->columns; i += LANES) multiply_lanes(dtype, 0, call, row, i, lanes_left(i, call->columns), i);
+        else
+            for (size_t first = 0; first < call->columns; first += call->width)
+                for (size_t i = 0; i < call->width; i += LANES)
+                    multiply_lanes(dtype, 1, call, row, first + i, lanes_left(i, call->width), first / call->width);
+    }
 }
 
 TARGET static void multiply_float32(const void *job, size_t task, void *scratch) {
@@ -97,6 +129,47 @@ TARGET static void multiply_float32(const void *job, size_t task, void *scratch)
 TARGET static void multiply_bfloat16(const void *job, size_t task, void *scratch) {
     (void)scratch;
     multiply_rows(DTYPE_BFLOAT16, job, task);
+}
+
+INLINE void activate_rows(const enum dtype dtype, const struct activate_call *call, size_t task) {
+    size_t row = task * call->rows_per_task, end = row + call->rows_per_task < call->rows ? row + call->rows_per_task : call->rows;
+    for (; row < end; row++)
+        for (size_t i = 0; i < call->columns; i += LANES) {
+            const size_t count = lanes_left(i, call->columns);
+            v16 x = load_lanes(dtype, call->x, row * call->x_stride + i, count);
+            if (call->activation == ACTIVATION_CLAMP)
+                x = v_min(v_set1(call->bound), v_max(v_set1(-call->bound), x)); /* NaN passes */
+            else
+                x = v_activate((enum activation)call->activation, x);
+            store_lanes(dtype, call->out, row * call->columns + i, count, x);
+        }
+}
+
+TARGET static void activate_float32(const void *job, size_t task, void *scratch) {
+    (void)scratch;
+    activate_rows(DTYPE_FLOAT32, job, task);
+}
+TARGET static void activate_bfloat16(const void *job, size_t task, void *scratch) {
+    (void)scratch;
+    activate_rows(DTYPE_BFLOAT16, job, task);
+}
+
+INLINE void add_rows(const enum dtype dtype, const struct add_call *call, size_t task) {
+    size_t row = task * call->rows_per_task, end = row + call->rows_per_task < call->rows ? row + call->rows_per_task : call->rows;
+    for (size_t i = row * call->columns; i < end * call->columns; i += LANES) {
+        const size_t count = lanes_left(i, end * call->columns);
+        v16 other = v_mul(load_lanes(dtype, call->other, i, count), v_set1(call->factor));
+        store_lanes(dtype, call->out, i, count, v_add(load_lanes(dtype, call->one, i, count), v_rounded(dtype, other)));
+    }
+}
+
+TARGET static void add_float32(const void *job, size_t task, void *scratch) {
+    (void)scratch;
+    add_rows(DTYPE_FLOAT32, job, task);
+}
+TARGET static void add_bfloat16(const void *job, size_t task, void *scratch) {
+    (void)scratch;
+    add_rows(DTYPE_BFLOAT16, job, task);
 }
 
 /* Pairs of numbers, rotated by the angles with these cosines and sines. */

@@ -215,8 +215,10 @@ def _state_mixer(child: Any, operations: Operations, generator: torch.Generator)
     if fused is None:
         return None
     keep_states_in_cache(child)
-    rows = torch.randn(1, NUM_ROWS, fused.products[0].num_inputs, dtype=torch.float32, generator=generator)
-    x, (theirs, ours) = like_input(child.out_proj, rows), (EchoAttention(), EchoAttention())
+    first = fused.products[0]
+    rows = torch.randn(1, NUM_ROWS, first.num_inputs, dtype=torch.float32, generator=generator)
+    x = like_input(getattr(child, first.modules[0].module), rows)
+    theirs, ours = EchoAttention(), EchoAttention()
     for part, echo in ((child, theirs), (fused, ours)):
         object.__setattr__(part, "baton_attend", echo)
     try:

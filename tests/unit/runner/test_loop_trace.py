@@ -219,14 +219,14 @@ WITHOUT_OWN_LOOP = {
     *("gpt2", "gpt_bigcode", "opt", "gpt_neox", "persimmon"),  # other products, learned positions
     *("bitnet", "jetmoe", "mimo_v2_flash", "nanochat", "olmo", "cohere"),  # other norms, other heads of values
     *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear"),  # states
-    *("mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_next", "zamba2"),
+    *("mamba", "mamba2", "nemotron_h", "zamba2"),
     *("gemma3n_text", "llama4_text", "ministral3"),  # rows of each layer, positions in the attention
 }
 WITH_PROGRAM = {
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "ministral", "seed_oss"),
     *("gemma", "gemma2", "gemma3_text", "vaultgemma", "exaone4", "smollm3", "hunyuan_v1_dense"),
     *("ernie4_5", "glm", "glm4", "helium", "olmo2", "olmo3"),
-    *("lfm2", "qwen3_5_text"),
+    *("lfm2", "olmo_hybrid", "qwen3_5_text"),
 }
 
 

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.model.recognition import fuse
@@ -37,7 +39,12 @@ def fused(holder: nn.Module) -> nn.Module:
     return holder.get_submodule("layer")
 
 
-LAYERS = [(Lfm2ShortConv, "lfm2", ShortConvolution), (Qwen3_5GatedDeltaNet, "qwen3_5_text", GatedDeltaNet)]
+LAYERS = [
+    (Lfm2ShortConv, "lfm2", ShortConvolution),
+    (Qwen3_5GatedDeltaNet, "qwen3_5_text", GatedDeltaNet),
+    (Qwen3NextGatedDeltaNet, "qwen3_next", GatedDeltaNet),
+    (OlmoHybridGatedDeltaNet, "olmo_hybrid", GatedDeltaNet),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

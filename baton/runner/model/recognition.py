@@ -139,8 +139,8 @@ def _fused_norm(child: nn.Module, operations: Operations, generator: torch.Gener
     eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))
     if list(child.children()) or not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not eps:
         return None
-    if len(list(child.parameters(recurse=False))) != 1:
-        return None
+    if len(list(child.parameters(recurse=False))) != 1 or _num_arguments(child) != 1:
+        return None  # one with a gate takes more than rows, and may do without it
     # Small, medium and large rows: the small ones show where eps is added.
     x = (
         torch.randn(NUM_ROWS, weight.shape[0], dtype=torch.float32, generator=generator)
@@ -150,11 +150,17 @@ def _fused_norm(child: nn.Module, operations: Operations, generator: torch.Gener
     try:
         out = copy.deepcopy(child).float()(x)
     except (TypeError, AttributeError):
-        return None  # one with a gate takes more than rows
+        return None
     for plus_one in (False, True):
         if agree(out, rms_norm(x, weight.float(), eps, plus_one)):
             return FusedNorm(operations, weight, eps, plus_one)
     return None
+
+
+def _num_arguments(child: nn.Module) -> int:
+    """How many arguments a part can be given by position."""
+    taken = inspect.signature(child.forward).parameters.values()
+    return sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in taken)
 
 
 def _fused_layer_norm(child: nn.Module, generator: torch.Generator) -> FusedLayerNorm | None:

@@ -218,15 +218,15 @@ WITHOUT_OWN_LOOP = {
     *("minicpm3", "longcat_flash"),  # rows that are scaled for the head, two attentions a layer
     *("gpt2", "gpt_bigcode", "opt", "gpt_neox", "persimmon"),  # other products, learned positions
     *("bitnet", "jetmoe", "mimo_v2_flash", "nanochat", "olmo", "cohere"),  # other norms, other heads of values
-    *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear"),  # states
-    *("mamba", "mamba2", "nemotron_h", "zamba2"),
+    *("bailing_hybrid", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "mamba", "zamba2"),  # states
+    "mamba2",  # sums in float32
     *("gemma3n_text", "llama4_text", "ministral3"),  # rows of each layer, positions in the attention
 }
 WITH_PROGRAM = {
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "ministral", "seed_oss"),
     *("gemma", "gemma2", "gemma3_text", "vaultgemma", "exaone4", "smollm3", "hunyuan_v1_dense"),
     *("ernie4_5", "glm", "glm4", "helium", "olmo2", "olmo3"),
-    *("lfm2", "olmo_hybrid", "qwen3_5_text"),
+    *("bamba", "lfm2", "olmo_hybrid", "qwen3_5_text"),
 }
 
 

@@ -6,9 +6,10 @@ A candidate has the parts of such a layer; what it computes of some rows, and wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.operations import Operations
+from baton.runner.backends.torch_states import gated_rms_norm
 from baton.runner.backends.weight_rows import rows_in
 from baton.runner.model.states.keepers import (
     DELTA_RULE_NORM_EPS,
@@ -218,6 +220,119 @@ class GatedDeltaNet(StateMixer):
         return self._out.record(program, normed, self._out_bias, into=into)
 
 
+class GatedNorm(NamedTuple):
+    """A root mean square norm of groups of columns, and a gate."""
+
+    weight: torch.Tensor
+    """[groups, columns of a group]"""
+    eps: float
+    gate_first: bool
+
+    @classmethod
+    def of(cls, norm: Any, num_groups: Iterable[int]) -> GatedNorm:
+        """What a module computes of rows and gates; `num_groups`: how many there may be.
+
+        Raises TypeError for one that computes something else.
+        """
+        weight, eps = norm.weight.detach(), norm.variance_epsilon
+        x, by = torch.randn(2, 5, len(weight), dtype=torch.float32, generator=torch.Generator().manual_seed(0))
+        expected = copy.deepcopy(norm).cpu().float()(x, by)
+        for groups, gate_first in product(num_groups, (True, False)):
+            found = cls(weight.view(groups, -1).clone(), eps, gate_first)
+            rows, gates = (part.view(len(x), groups, -1) for part in (x, by))
+            own = gated_rms_norm(rows, gates, found.weight.cpu().float(), eps, "silu", gate_first=gate_first)
+            if torch.allclose(own.view(x.shape), expected, rtol=1e-4, atol=1e-5):
+                return found
+        raise TypeError(f"{type(norm).__name__} is no norm with a gate")
+
+    def rows(self, operations: Operations, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        """The norm of x [T, W], gated by rows of this shape."""
+        x, by = (rows.view(-1, *self.weight.shape) for rows in (x, by))
+        return operations.gated_rms_norm(x, by, self.weight, self.eps, "silu", gate_first=self.gate_first).flatten(1)
+
+    def record(self, program: Program, x: Rows, by: Rows, *, into: str) -> Rows:
+        """Append to a program what `rows` computes."""
+        return program.gated_rms_norm(x, by, self.weight, self.eps, "silu", gate_first=self.gate_first, into=into)
+
+
+class Mamba2(StateMixer):
+    """Mamba-2 (arXiv 2405.21060): values, keys and queries are convolved, and the outputs of the recurrence, which has
+    one step of each head for decay and values, gated and normed."""
+
+    def __init__(self, operations: Operations, child: Any) -> None:
+        super().__init__(operations, child.layer_idx)
+        self._in, self._in_bias = self._product(("in_proj", child.in_proj))
+        self._out, self._out_bias = self._product(("out_proj", child.out_proj))
+        self._by = _filter_of(child.conv1d, "silu")
+        self._groups, self._heads = child.n_groups, child.num_heads
+        self._dims = child.ssm_state_size, child.head_dim
+        self._step_bias = child.dt_bias.detach().float()
+        low, high = child.time_step_limit
+        self._step_limits = float(low), float(high)
+        self._decay = -child.A_log.detach().float().exp()
+        self._skip = child.D.detach().float()
+        self._norm = GatedNorm.of(child.norm, {1, self._groups})
+
+    @property
+    def _widths(self) -> tuple[int, int]:
+        """Columns of all keys, as of all queries, and of all values."""
+        return self._groups * self._dims[0], self._heads * self._dims[1]
+
+    def rows(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        keys, values = self._widths
+        made = self._in.linear(x, self._in_bias)
+        gate, mixed, step = torch.split(made, [values, values + 2 * keys, self._heads], dim=-1)
+        convolved = self.baton_attend.states.convolve(self.layer_idx, mixed, self._by)
+        value, key, query = torch.split(convolved, [values, keys, keys], dim=-1)
+        decay, beta = (
+            self._operations.gate(step, "softplus", self._step_bias, factor, self._step_limits)
+            for factor in (self._decay, None)
+        )
+        rows = RecurrentRows(
+            query.view(-1, self._groups, self._dims[0]),
+            key.view(-1, self._groups, self._dims[0]),
+            value.view(-1, self._heads, self._dims[1]),
+            decay,
+            beta,
+            1.0,
+            None,
+            self._heads,
+            has_delta_rule=False,
+            skip=self._skip,
+        )
+        out = self.baton_attend.states.recur(self.layer_idx, rows).flatten(1)
+        if sample_rows is not None:
+            self._in.keep(sample_rows)
+            out, gate = out[sample_rows], gate[sample_rows]
+        if out.shape[0] == 0:
+            return x[:0]
+        return self._out.linear(self._norm.rows(self._operations, out, gate), self._out_bias)
+
+    def record(
+        self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: HasPagedStates, *, sampling: bool, into: str
+    ) -> Rows:
+        keys, values = self._widths
+        made = self._in.record(program, x, self._in_bias, into="state input")
+        gate, mixed, step = _columns(made, values, values + 2 * keys, self._heads)
+        convolved = paged.states.record_convolution(program, self.layer_idx, mixed, self._by, into="convolved")
+        value, key, query = _columns(convolved, values, keys, keys)
+        decay, beta = (
+            program.gate(step, "softplus", self._step_bias, factor, self._step_limits, into=into_gates)
+            for factor, into_gates in ((self._decay, "decay"), (None, "beta"))
+        )
+        rows = RecordedRows(query, key, value, decay, beta)
+        out = paged.states.record_recurrence(
+            program, self.layer_idx, rows, 1.0, None, has_delta_rule=False, skip=self._skip, into="recurred"
+        )
+        if sampling:
+            out = program.take_sampled(out, into="sampled recurred")
+            gate = program.take_sampled(gate, into="sampled gate")
+        normed = self._norm.record(program, out, gate, into="gated")
+        return self._out.record(program, normed, self._out_bias, into=into)
+
+
 def _columns(rows: Rows, *widths: int) -> list[Rows]:
     """Rows of so many columns each, one behind the other."""
     ends = list(accumulate(widths))
@@ -255,6 +370,7 @@ _DELTA_NETS = (
 )
 _MIXERS: Sequence[tuple[tuple[str, ...], Callable[[Operations, Any], StateMixer]]] = (
     (("conv", "in_proj", "out_proj"), ShortConvolution),
+    (("act", "conv1d", "in_proj", "norm", "out_proj"), Mamba2),
     *((parts.names, partial(GatedDeltaNet, parts=parts)) for parts in _DELTA_NETS),
 )
 """The names of a module's parts, and the mixer that may take the place of such a module."""

@@ -1,6 +1,13 @@
 /* Kernels that treat each row alone: root mean square norm, gates, products of rows and rotary positions. Included after functions.inc.h. */
 
-INLINE void norm_row(const enum dtype dtype, const struct norm_call *call, size_t from, size_t gate, size_t to) {
+/* What x is multiplied by to be gated. */
+INLINE v16 activated(const enum dtype dtype, const struct norm_call *call, size_t gate, size_t count) {
+    v16 by = load_lanes(dtype, call->gate, gate, count);
+    return v_times_sigmoid(call->has_sigmoid_gate ? v_set1(1.0f) : by, by);
+}
+
+INLINE void norm_row(const enum dtype dtype, const int gate_first, const struct norm_call *call, size_t from, size_t gate, size_t weights,
+                     size_t to) {
     const size_t n = call->n;
     const void *x = call->x;
     if (call->residual != NULL) {
@@ -15,19 +22,24 @@ INLINE void norm_row(const enum dtype dtype, const struct norm_call *call, size_
     v16 squares[4] = {v_zero(), v_zero(), v_zero(), v_zero()};
     for (size_t i = 0; i < n; i += 4 * LANES) /* four independent sums hide the latency of an addition */
         for (size_t j = 0; j < 4 && i + j * LANES < n; j++) {
-            v16 value = load_lanes(dtype, x, from + i + j * LANES, lanes_left(i + j * LANES, n));
+            size_t at = i + j * LANES, count = lanes_left(at, n);
+            v16 value = load_lanes(dtype, x, from + at, count);
+            if (gate_first) value = v_mul(value, activated(dtype, call, gate + at, count));
             squares[j] = v_fma(value, value, squares[j]);
         }
     float total = v_total(v_add(v_add(squares[0], squares[1]), v_add(squares[2], squares[3])));
     v16 factor = v_set1(1.0f / sqrtf(total / (float)n + call->eps));
     for (size_t i = 0; i < n; i += LANES) {
         size_t count = lanes_left(i, n);
-        v16 normal = v_mul(load_lanes(dtype, x, from + i, count), factor);
-        v16 weight = load_lanes(dtype, call->weight, i, count);
-        if (call->gate != NULL) {
-            v16 by = load_lanes(dtype, call->gate, gate + i, count);
-            normal = v_mul(v_mul(normal, weight), v_times_sigmoid(call->has_sigmoid_gate ? v_set1(1.0f) : by, by));
-        } else if (call->plus_one)
+        v16 value = load_lanes(dtype, x, from + i, count);
+        v16 weight = load_lanes(dtype, call->weight, weights + i, count);
+        if (gate_first) value = v_mul(value, activated(dtype, call, gate + i, count));
+        v16 normal = v_mul(value, factor);
+        if (gate_first)
+            normal = v_mul(normal, weight);
+        else if (call->gate != NULL)
+            normal = v_mul(v_mul(normal, weight), activated(dtype, call, gate + i, count));
+        else if (call->plus_one)
             normal = v_mul(normal, v_add(v_set1(1.0f), weight));
         else
             normal = v_mul(v_rounded(dtype, normal), weight);
@@ -38,9 +50,14 @@ INLINE void norm_row(const enum dtype dtype, const struct norm_call *call, size_
 INLINE void norm_rows(const enum dtype dtype, const struct norm_call *call, size_t task) {
     size_t row = task * call->rows_per_task, end = row + call->rows_per_task < call->rows ? row + call->rows_per_task : call->rows;
     for (; row < end; row++)
-        for (size_t column = 0; column < call->columns; column++)
-            norm_row(dtype, call, row * call->stride[0] + column * call->stride[1],
-                     row * call->gate_stride[0] + column * call->gate_stride[1], (row * call->columns + column) * call->n);
+        for (size_t column = 0; column < call->columns; column++) {
+            size_t from = row * call->stride[0] + column * call->stride[1], gate = row * call->gate_stride[0] + column * call->gate_stride[1];
+            size_t weights = column * call->weight_stride, to = (row * call->columns + column) * call->n;
+            if (call->gate_first)
+                norm_row(dtype, 1, call, from, gate, weights, to);
+            else
+                norm_row(dtype, 0, call, from, gate, weights, to);
+        }
 }
 
 TARGET static void rms_norm_float32(const void *job, size_t task, void *scratch) {
@@ -60,6 +77,7 @@ INLINE void gate_rows(const enum dtype dtype, const struct gate_call *call, size
             v16 x = load_lanes(dtype, call->x, row * call->x_stride + i, count);
             if (call->bias != NULL) x = v_add(x, load_lanes(DTYPE_FLOAT32, call->bias, i, count));
             x = call->is_sigmoid ? v_times_sigmoid(v_set1(1.0f), x) : v_softplus(x);
+            x = v_min(v_set1(call->high), v_max(v_set1(call->low), x));
             if (call->factor != NULL) x = v_mul(x, load_lanes(DTYPE_FLOAT32, call->factor, i, count));
             store_lanes(DTYPE_FLOAT32, call->out, row * call->out_stride + i, count, x);
         }

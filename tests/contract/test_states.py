@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -43,7 +44,7 @@ LAYERS: dict[str, Callable[..., StatefulRows]] = {
     "convolution": convolved,
     "long convolution": lambda dtype, **how: convolved(dtype, shape=(12, 16), **how),
     "delta rule": recurred,
-    "plain recurrence": lambda dtype, **how: recurred(dtype, delta_rule=False, norm_eps=None, **how),
+    "recurrence with a skip": lambda dtype, **how: recurred(dtype, rule="factor", norm_eps=None, **how),
     "decay of each key": lambda dtype, **how: recurred(dtype, decay_per_key=True, shape=(2, 17, 1), **how),
 }
 
@@ -87,16 +88,15 @@ def test_the_delta_rule_equals_that_of_transformers(operations: Any, rule: Any) 
         assert relative_error(layer.states(index)[-1], state[0].double()) < 2e-6
 
 
-def test_a_plain_recurrence_equals_the_scan_of_mamba2(operations: Any) -> None:
-    layer = recurred(delta_rule=False, norm_eps=None)
+def test_a_recurrence_without_the_delta_rule_equals_the_scan_of_mamba2(operations: Any) -> None:
+    layer = recurred(rule="factor", norm_eps=None)
     call = layer.call(layer.whole)
     a, dt = -torch.tensor([0.5, 1.0, 2.0, 3.0]), call.decay.abs() + 0.1
-    x = call.value
-    out = operations.recur(replace(call, value=x * dt[:, :, None], decay=a * dt, scale=1.0))
-    parts = [part.split_with_sizes(LENGTHS) for part in (x, dt, call.key, call.query, out)]
+    out = operations.recur(replace(call, decay=a * dt, beta=dt, scale=1.0))
+    parts = [part.split_with_sizes(LENGTHS) for part in (call.value, dt, call.key, call.query, out)]
     for index, (*inputs, found) in enumerate(zip(*parts, strict=True)):
         x_own, dt_own, b, c = (part[None] for part in inputs)
-        expected, state = mamba2_chunk_scan(x_own, dt_own, a, b, c, 8, return_final_states=True)
+        expected, state = mamba2_chunk_scan(x_own, dt_own, a, b, c, 8, D=call.skip, return_final_states=True)
         assert relative_error(found, expected[0].double()) < 2e-6
         assert relative_error(layer.states(index)[-1], state[0].mT.double()) < 2e-6
 
@@ -286,6 +286,7 @@ def test_convolutions_that_do_not_fit_are_refused(operations: Any, argument: str
         ("decay", {"decay": torch.zeros(3, 4, dtype=torch.bfloat16)}),
         ("beta", {"beta": torch.zeros(3, 1)}),
         ("beta", {"beta": torch.zeros(3, 4, device="meta")}),
+        ("skip", {"skip": torch.zeros(2)}),
         ("scale", {"scale": float("inf")}),
         ("norm_eps", {"norm_eps": -1.0}),
     ],
@@ -333,29 +334,36 @@ def test_heads_of_more_than_512_are_refused(operations: Any) -> None:
 def test_gates_equal_those_in_float64(operations: Any, dtype: torch.dtype, function: Any, given: bool) -> None:
     x = (30 * randn(13, 37)).to(dtype)
     bias, factor = (randn(37, seed=1), -randn(37, seed=2).exp()) if given else (None, None)
-    out = operations.gate(x, function, bias, factor)
+    limits = (0.25, 0.5) if given else (-math.inf, math.inf)
+    out = operations.gate(x, function, bias, factor, limits)
     compute = torch.nn.functional.softplus if function == "softplus" else torch.sigmoid
-    expected = compute(x.double() + (0.0 if bias is None else bias.double()))
+    expected = compute(x.double() + (0.0 if bias is None else bias.double())).clamp(*limits)
     expected = expected if factor is None else expected * factor.double()
     assert out.dtype == torch.float32
     assert torch.allclose(out.double(), expected, rtol=1e-5, atol=1e-12)
     for row in range(13):
-        assert torch.equal(operations.gate(x[row : row + 1], function, bias, factor)[0], out[row])
+        assert torch.equal(operations.gate(x[row : row + 1], function, bias, factor, limits)[0], out[row])
 
 
-@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
-def test_gated_norms_equal_those_in_float64(operations: Any, dtype: torch.dtype, activation: Any) -> None:
+@pytest.mark.parametrize(("activation", "gate_first"), [("silu", False), ("sigmoid", False), ("silu", True)])
+def test_gated_norms_equal_those_in_float64(
+    operations: Any, dtype: torch.dtype, activation: Any, gate_first: bool
+) -> None:
+    """Those that are gated first have a weight for each head."""
     x, wide_gate = randn(13, 3, 37, dtype=dtype), 3 * randn(13, 7 + 111, seed=1, dtype=dtype)
     by = wide_gate[:, 7:].view(13, 3, 37)
-    weight = randn(37, seed=2, dtype=dtype)
-    out = operations.gated_rms_norm(x, by, weight, 1e-5, activation)
+    weight = randn(*((3, 37) if gate_first else (37,)), seed=2, dtype=dtype)
+    out = operations.gated_rms_norm(x, by, weight, 1e-5, activation, gate_first=gate_first)
     wide, of_gate = x.double(), by.double().sigmoid()
+    of_gate = of_gate * by.double() if activation == "silu" else of_gate
+    wide = wide * of_gate if gate_first else wide
     normal = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-    expected = normal * (of_gate * by.double() if activation == "silu" else of_gate)
+    expected = normal if gate_first else normal * of_gate
     assert out.dtype == dtype
     assert relative_error(out, expected) < (1e-6 if dtype == torch.float32 else 2.5e-3)
     for row in range(13):
-        alone = operations.gated_rms_norm(x[row : row + 1], by[row : row + 1], weight, 1e-5, activation)
+        few = x[row : row + 1], by[row : row + 1], weight
+        alone = operations.gated_rms_norm(*few, 1e-5, activation, gate_first=gate_first)
         assert torch.equal(alone[0], out[row])
 
 

@@ -53,7 +53,7 @@ MODELS = {
 RECORDED = [
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "qwen3_windows", "qwen2_wide"),
     *("gemma", "gemma2", "gemma3_text", "vaultgemma", "exaone4", "smollm3", "hunyuan_v1_dense"),
-    *("lfm2", "qwen3_5_text", "afmoe_without_experts", "qwen2_moe", "glm4_moe"),
+    *("lfm2", "qwen3_5_text", "olmo_hybrid", "bamba", "afmoe_without_experts", "qwen2_moe", "glm4_moe"),
 ]
 CASES = [
     (name, dtype, (1, 2, 5)[(place + turn) % 3])

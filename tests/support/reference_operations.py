@@ -17,7 +17,7 @@ import torch
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cpu.kernels.attention import require_distance_bias
 from baton.runner.backends.cpu.kernels.product import Activation
-from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction
+from baton.runner.backends.cpu.kernels.rows import NO_LIMITS, GateActivation, GateFunction, Limits
 from baton.runner.backends.cpu.kernels.states import require_convolution, require_recurrence
 from baton.runner.backends.key_selection import SelectionCall, positions_in, select_by_torch
 from baton.runner.backends.low_rank import LowRank, RowAdapters
@@ -280,23 +280,35 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
 
 def gated_rms_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: GateActivation
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    activation: GateActivation,
+    *,
+    gate_first: bool = False,
 ) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype)
     for row, (own, by) in enumerate(zip(_array(x), _array(gate), strict=True)):
-        normal = own / np.sqrt((own * own).mean(-1, keepdims=True) + np.float32(eps)) * _array(weight)
         activated = (by if activation == "silu" else np.float32(1)) / (np.float32(1) + np.exp(-by))
-        out[row] = torch.from_numpy(normal * activated).to(x.dtype)
+        own = own * activated if gate_first else own
+        normal = own / np.sqrt((own * own).mean(-1, keepdims=True) + np.float32(eps)) * _array(weight)
+        out[row] = torch.from_numpy(normal if gate_first else normal * activated).to(x.dtype)
     return out
 
 
 def gate(
-    x: torch.Tensor, function: GateFunction, bias: torch.Tensor | None, factor: torch.Tensor | None
+    x: torch.Tensor,
+    function: GateFunction,
+    bias: torch.Tensor | None,
+    factor: torch.Tensor | None,
+    limits: Limits = NO_LIMITS,
 ) -> torch.Tensor:
     out = torch.empty(x.shape)
     for row, own in enumerate(_array(x)):
         total = own if bias is None else own + _array(bias)
         gates = np.logaddexp(total, np.float32(0)) if function == "softplus" else 1 / (np.float32(1) + np.exp(-total))
+        gates = gates.clip(*map(np.float32, limits))
         out[row] = torch.from_numpy(gates if factor is None else gates * _array(factor))
     return out
 
@@ -354,9 +366,13 @@ def recur(call: RecurrenceCall) -> torch.Tensor:
             q, k, v = q[group] * np.float32(call.scale), k[group], value[row]
             state = state * np.exp(decay[row]).reshape(heads, -1, 1)
             if call.beta is not None:
-                v = _array(call.beta[row])[:, None] * (v - np.einsum("hk,hkv->hv", k, state, optimize=False))
+                known = np.einsum("hk,hkv->hv", k, state, optimize=False) if call.has_delta_rule else np.float32(0)
+                v = _array(call.beta[row])[:, None] * (v - known)
             state = state + k[:, :, None] * v[:, None]
-            out[row] = torch.from_numpy(np.einsum("hk,hkv->hv", q, state, optimize=False)).to(out.dtype)
+            read = np.einsum("hk,hkv->hv", q, state, optimize=False)
+            if call.skip is not None:
+                read += _array(call.skip)[:, None] * value[row]
+            out[row] = torch.from_numpy(read).to(out.dtype)
             if token in own.after:
                 states[own.after[token]] = torch.from_numpy(state)
     return out

@@ -101,7 +101,8 @@ class Recurred(StatefulRows):
 
     groups: int = 1
     decay_per_key: bool = False
-    delta_rule: bool = True
+    rule: Literal["delta", "factor", "plain"] = "delta"
+    """What betas are for: the delta rule, or values; with the latter there is a skip. "plain": there are none."""
     norm_eps: float | None = 1e-6
 
     def call(self, chunks: Sequence[Chunk], drafts: int = 0, padding: int = 0) -> RecurrenceCall:
@@ -113,11 +114,13 @@ class Recurred(StatefulRows):
             (unit * self.rows(2, chunks, self.groups, key_dim, padding=padding)).to(self.dtype),
             self.rows(3, chunks, heads, value_dim, padding=padding).to(self.dtype),
             -0.3 * self.rows(4, chunks, *of_decay, padding=padding).abs(),
-            self.rows(5, chunks, heads, padding=padding).clamp(-2, 2) / 4 + 0.5 if self.delta_rule else None,
+            self.rows(5, chunks, heads, padding=padding).clamp(-2, 2) / 4 + 0.5 if self.rule != "plain" else None,
             key_dim**-0.5,
             self.norm_eps,
             self.view,
             self.step(chunks, drafts),
+            self.rule == "delta",
+            randn(heads, seed=6) if self.rule == "factor" else None,
         )
 
     def compute(self, operations: Any, chunks: Sequence[Chunk], **how: Any) -> torch.Tensor:

@@ -11,7 +11,7 @@ from baton.runner.backends.attention_call import AttentionCall
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError, Packed, PackedHeads, PackedMixture, Program
 from baton.runner.backends.cpu.kernels.product import Activation
-from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction
+from baton.runner.backends.cpu.kernels.rows import NO_LIMITS, GateActivation, GateFunction, Limits
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU
 from baton.runner.backends.key_selection import SelectionCall
@@ -123,14 +123,26 @@ class CompiledOperations:
         return kernels.layer_norm(x, weight, bias, eps, threads=self.num_threads)
 
     def gated_rms_norm(
-        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: GateActivation
+        self,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        activation: GateActivation,
+        *,
+        gate_first: bool = False,
     ) -> torch.Tensor:
-        return kernels.gated_rms_norm(x, gate, weight, eps, activation, threads=self.num_threads)
+        return kernels.gated_rms_norm(x, gate, weight, eps, activation, gate_first=gate_first, threads=self.num_threads)
 
     def gate(
-        self, x: torch.Tensor, function: GateFunction, bias: torch.Tensor | None, factor: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        function: GateFunction,
+        bias: torch.Tensor | None,
+        factor: torch.Tensor | None,
+        limits: Limits = NO_LIMITS,
     ) -> torch.Tensor:
-        return kernels.gate(x, function, bias, factor, threads=self.num_threads)
+        return kernels.gate(x, function, bias, factor, limits, threads=self.num_threads)
 
     def multiply(self, x: torch.Tensor, by: torch.Tensor, activation: GateFunction | None) -> torch.Tensor:
         return kernels.multiply(x, by, activation, threads=self.num_threads)

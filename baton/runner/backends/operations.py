@@ -14,7 +14,7 @@ import torch
 from baton.runner.backends.attention_call import AttentionCall
 from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.program import Program
-from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction
+from baton.runner.backends.cpu.kernels.rows import NO_LIMITS, GateActivation, GateFunction, Limits
 from baton.runner.backends.key_selection import SelectionCall
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.paged_cache import CacheView
@@ -178,20 +178,33 @@ class Operations(Protocol):
         ...
 
     def gated_rms_norm(
-        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: GateActivation
+        self,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        activation: GateActivation,
+        *,
+        gate_first: bool = False,
     ) -> torch.Tensor:
-        """The `rms_norm` of x [T, H, N] with the weight [N], times activation(gate), whose shape is x's.
+        """The `rms_norm` of x [T, H, N], times activation(gate), whose shape is x's; the weight is [N] or [H, N].
 
-        Everything is computed in float32 and rounded once.
+        `gate_first`: the norm of x * activation(gate) instead. Everything is computed in float32 and rounded once.
         """
         ...
 
     def gate(
-        self, x: torch.Tensor, function: GateFunction, bias: torch.Tensor | None, factor: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        function: GateFunction,
+        bias: torch.Tensor | None,
+        factor: torch.Tensor | None,
+        limits: Limits = NO_LIMITS,
     ) -> torch.Tensor:
         """The gates factor * function(x + bias) of x [T, N], in float32; bias and factor are float32 [N] or None.
 
-        So are the logarithms of decay in Gated DeltaNet, with softplus and the factor -exp(A_log).
+        `limits`: between which the function's values are kept. The logarithms of decay in Gated DeltaNet are such
+        gates, with softplus and the factor -exp(A_log).
         """
         ...
 

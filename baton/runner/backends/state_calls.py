@@ -76,9 +76,9 @@ class RecurrenceCall:
     """A linear recurrence over the tokens of a sequence, for each head h with the state S [DK, DV]:
 
         S = exp(decay) * S            (each row of S by its own decay where there is one for each)
-        v = beta * (v - kᵀ S)         with the delta rule: only where `beta` is given
-        S = S + k vᵀ
-        out = qᵀ S
+        u = beta * (v - kᵀ S)         with the delta rule, otherwise beta * v; without beta v itself
+        S = S + k uᵀ
+        out = qᵀ S + skip * v         skip only where it is given
 
     q and k are first divided by sqrt(their squares' sum + norm_eps) where that is given, and q is multiplied by scale.
     """
@@ -92,9 +92,13 @@ class RecurrenceCall:
     decay: torch.Tensor
     """float32 [T, H] or [T, H, DK], contiguous: logarithms of factors."""
     beta: torch.Tensor | None
-    """float32 [T, H], contiguous; None: no delta rule."""
+    """float32 [T, H], contiguous."""
     scale: float
     norm_eps: float | None
     state: StateView
     """[H, DK, DV]; DK and DV are at most 512."""
     step: StateStep
+    has_delta_rule: bool = True
+    """Only where beta is given."""
+    skip: torch.Tensor | None = None
+    """float32 [H], contiguous."""

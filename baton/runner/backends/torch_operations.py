@@ -21,7 +21,7 @@ from baton.runner.backends import torch_states
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cpu.kernels.attention import require_distance_bias
 from baton.runner.backends.cpu.kernels.product import Activation
-from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction
+from baton.runner.backends.cpu.kernels.rows import NO_LIMITS, GateActivation, GateFunction, Limits
 from baton.runner.backends.device import CPU
 from baton.runner.backends.key_selection import SelectionCall, positions_in, select_by_torch
 from baton.runner.backends.low_rank import LowRank, RowAdapters
@@ -255,14 +255,26 @@ class TorchOperations:
         return layer_norm(x, weight, bias, eps)
 
     def gated_rms_norm(
-        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: GateActivation
+        self,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        activation: GateActivation,
+        *,
+        gate_first: bool = False,
     ) -> torch.Tensor:
-        return torch_states.gated_rms_norm(x, gate, weight, eps, activation)
+        return torch_states.gated_rms_norm(x, gate, weight, eps, activation, gate_first=gate_first)
 
     def gate(
-        self, x: torch.Tensor, function: GateFunction, bias: torch.Tensor | None, factor: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        function: GateFunction,
+        bias: torch.Tensor | None,
+        factor: torch.Tensor | None,
+        limits: Limits = NO_LIMITS,
     ) -> torch.Tensor:
-        return torch_states.gate(x, function, bias, factor)
+        return torch_states.gate(x, function, bias, factor, limits)
 
     def multiply(self, x: torch.Tensor, by: torch.Tensor, activation: GateFunction | None) -> torch.Tensor:
         if by.shape != x.shape:

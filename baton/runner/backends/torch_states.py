@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
-from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction
+from baton.runner.backends.cpu.kernels.rows import GateActivation, GateFunction, Limits
 from baton.runner.backends.cpu.kernels.states import require_convolution, require_recurrence, row_stride
 from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall, StateStep, StateView
 
@@ -57,36 +57,53 @@ def recur(call: RecurrenceCall) -> torch.Tensor:
             key = key.repeat_interleave(in_group, 0)[:, :, None]
             value = call.value[row].float()[:, None]
             state = state * call.decay[row].exp().view(heads, -1, 1)
+            added = value
             if call.beta is not None:
-                value = call.beta[row].view(heads, 1, 1) * (value - (key * state).sum(1, keepdim=True))
-            state = state + key * value
-            out[row] = (query * state).sum(1).to(out.dtype)
+                lacking = value - (key * state).sum(1, keepdim=True) if call.has_delta_rule else value
+                added = call.beta[row].view(heads, 1, 1) * lacking
+            state = state + key * added
+            read = (query * state).sum(1)
+            if call.skip is not None:
+                read = read + call.skip[:, None] * value[:, 0]
+            out[row] = read.to(out.dtype)
             if (block := own.after.get(token)) is not None:
                 states[block] = state
     return out
 
 
 def gated_rms_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: GateActivation
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    activation: GateActivation,
+    *,
+    gate_first: bool,
 ) -> torch.Tensor:
     """Compute `Operations.gated_rms_norm`, row by row."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     activate = functional.silu if activation == "silu" else torch.sigmoid
     for row, (own, by) in enumerate(zip(x, gate, strict=True)):
-        wide = own.float()
+        wide, activated = own.float(), activate(by.float())
+        if gate_first:
+            wide = wide * activated
         normal = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.float()
-        out[row] = (normal * activate(by.float())).to(x.dtype)
+        out[row] = (normal if gate_first else normal * activated).to(x.dtype)
     return out
 
 
 def gate(
-    x: torch.Tensor, function: GateFunction, bias: torch.Tensor | None, factor: torch.Tensor | None
+    x: torch.Tensor,
+    function: GateFunction,
+    bias: torch.Tensor | None,
+    factor: torch.Tensor | None,
+    limits: Limits,
 ) -> torch.Tensor:
     """Compute `Operations.gate`, row by row."""
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     compute = functional.softplus if function == "softplus" else torch.sigmoid
     for row, own in enumerate(x):
-        gates = compute(own.float() if bias is None else own.float() + bias)
+        gates = compute(own.float() if bias is None else own.float() + bias).clamp(*limits)
         out[row] = gates if factor is None else gates * factor
     return out
 

@@ -168,8 +168,8 @@ def _fused_norm(child: nn.Module, operations: Operations, generator: torch.Gener
     eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))
     if list(child.children()) or not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not eps:
         return None
-    if len(list(child.parameters(recurse=False))) != 1:
-        return None
+    if len(list(child.parameters(recurse=False))) != 1 or _num_arguments(child) != 1:
+        return None  # one with a gate takes more than rows, and may do without it
     # Small, medium and large rows: the small ones show where eps is added.
     x = (
         torch.randn(NUM_ROWS, weight.shape[0], dtype=torch.float32, generator=generator)
@@ -179,11 +179,17 @@ def _fused_norm(child: nn.Module, operations: Operations, generator: torch.Gener
     try:
         out = copy.deepcopy(child).float()(x)
     except (TypeError, AttributeError):
-        return None  # one with a gate takes more than rows
+        return None
     for plus_one in (False, True):
         if agree(out, rms_norm(x, weight.float(), eps, plus_one)):
             return FusedNorm(operations, weight, eps, plus_one)
     return None
+
+
+def _num_arguments(child: nn.Module) -> int:
+    """How many arguments a part can be given by position."""
+    taken = inspect.signature(child.forward).parameters.values()
+    return sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in taken)
 
 
 def _fused_layer_norm(
@@ -256,8 +262,10 @@ def _state_mixer(child: Any, operations: Operations, generator: torch.Generator)
     if fused is None:
         return None
     keep_states_in_cache(child)
-    rows = torch.randn(1, NUM_ROWS, fused.products[0].num_inputs, dtype=torch.float32, generator=generator)
-    x, (theirs, ours) = like_input(child.out_proj, rows), (EchoAttention(), EchoAttention())
+    first = fused.products[0]
+    rows = torch.randn(1, NUM_ROWS, first.num_inputs, dtype=torch.float32, generator=generator)
+    x = like_input(getattr(child, first.modules[0].module), rows)
+    theirs, ours = EchoAttention(), EchoAttention()
     for part, echo in ((child, theirs), (fused, ours)):
         object.__setattr__(part, "baton_attend", echo)
     try:

@@ -44,17 +44,18 @@ def run(program: Program, arguments: Sequence[torch.Tensor], layout: StepLayout)
     program.run(arguments, layout, torch.zeros(0, dtype=torch.int64))
 
 
-def layers(dtype: torch.dtype) -> tuple[Convolved, Recurred]:
+def layers(dtype: torch.dtype, rule: Any = "delta") -> tuple[Convolved, Recurred]:
     """A convolution of queries, keys and values together, and the recurrence of them."""
     convolved = Convolved(lengths=LENGTHS, shape=(3, 2 * KEYS + VALUES), dtype=dtype)
     shape = (HEADS, KEY_DIM, VALUE_DIM)
-    return convolved, Recurred(lengths=LENGTHS, shape=shape, groups=GROUPS, dtype=dtype, decay_per_key=True)
+    return convolved, Recurred(lengths=LENGTHS, shape=shape, groups=GROUPS, dtype=dtype, decay_per_key=True, rule=rule)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("beta", [True, False])
-def test_a_program_computes_the_bits_of_single_calls(dtype: torch.dtype, beta: bool) -> None:
-    (convolved, recurred), (convolved_alone, recurred_alone) = layers(dtype), layers(dtype)
+@pytest.mark.parametrize("rule", ["delta", "factor", "plain"])
+def test_a_program_computes_the_bits_of_single_calls(dtype: torch.dtype, rule: Any) -> None:
+    (convolved, recurred), (convolved_alone, recurred_alone) = layers(dtype, rule), layers(dtype, rule)
+    beta, skip = rule != "plain", recurred.call(STEPS[0]).skip
     weights = convolved.call(STEPS[0])
     program = Program(dtype, 2)
     x = program.argument(2 * KEYS + VALUES)
@@ -72,6 +73,8 @@ def test_a_program_computes_the_bits_of_single_calls(dtype: torch.dtype, beta: b
         norm_eps=1e-6,
         state=recurred.view,
         group=1,
+        has_delta_rule=rule == "delta",
+        skip=skip,
         into=out,
     )
     for chunks, drafts in zip(STEPS, DRAFTS, strict=True):
@@ -81,7 +84,7 @@ def test_a_program_computes_the_bits_of_single_calls(dtype: torch.dtype, beta: b
         arguments = [of_rows.rows, of_states.decay.view(rows, -1), of_states.beta, found]
         run(
             program,
-            [part for part in arguments if part is not None and (beta or part is not of_states.beta)],
+            [part for part in arguments if part is not None],
             layout_of(of_rows, rows, drafts),
         )
         parts = kernels.convolve(convolved_alone.call(chunks, drafts), threads=1)
@@ -91,7 +94,6 @@ def test_a_program_computes_the_bits_of_single_calls(dtype: torch.dtype, beta: b
             query=query.view(rows, GROUPS, KEY_DIM),
             key=key.view(rows, GROUPS, KEY_DIM),
             value=value.view(rows, HEADS, VALUE_DIM),
-            beta=of_states.beta if beta else None,
             scale=0.3,
         )
         assert torch.equal(found, kernels.recur(alone, threads=1).view(rows, -1))
@@ -108,31 +110,31 @@ def test_recorded_gates_equal_single_calls(dtype: torch.dtype) -> None:
     x, z, weight = (
         randn(rows, 50, dtype=dtype),
         randn(rows, 7 + VALUES, seed=1, dtype=dtype),
-        randn(VALUE_DIM).to(dtype),
+        randn(HEADS, VALUE_DIM).to(dtype),
     )
     bias, factor = randn(HEADS, seed=2), -randn(HEADS, seed=3).exp()
     program = Program(dtype, 2)
     wide, of_z, query, key, value = map(program.argument, (50, 7 + VALUES, KEYS, KEYS, VALUES))
     out = program.argument(VALUES)
-    decay = program.gate(wide.columns(5, 5 + HEADS), "softplus", bias, factor, into="decay")
+    decay = program.gate(wide.columns(5, 5 + HEADS), "softplus", bias, factor, (0.5, 0.9), into="decay")
     beta = program.gate(wide.columns(20, 20 + HEADS), "sigmoid", None, None, into="beta")
     how: dict[str, Any] = {"scale": 0.3, "norm_eps": 1e-6, "state": recurred.view, "group": 1, "into": "mixed"}
     mixed = program.recur(query, key, value, decay, beta, **how)
-    program.gated_rms_norm(mixed, of_z.columns(7, 7 + VALUES), weight, 1e-5, "silu", into=out)
+    program.gated_rms_norm(mixed, of_z.columns(7, 7 + VALUES), weight, 1e-5, "silu", gate_first=True, into=out)
     found = torch.empty(rows, VALUES, dtype=dtype)
     flat = [part.flatten(1) for part in (call.query, call.key, call.value)]
     run(program, [x, z, *flat, found], layout_of(call, rows, 0))
     single = kernels.recur(
         replace(
             alone.call([(0, 0, 35)]),
-            decay=kernels.gate(x[:, 5 : 5 + HEADS], "softplus", bias, factor, threads=1),
+            decay=kernels.gate(x[:, 5 : 5 + HEADS], "softplus", bias, factor, (0.5, 0.9), threads=1),
             beta=kernels.gate(x[:, 20 : 20 + HEADS], "sigmoid", None, None, threads=1),
             scale=0.3,
         ),
         threads=1,
     )
     of_heads = z[:, 7:].view(rows, HEADS, VALUE_DIM)
-    normed = kernels.gated_rms_norm(single, of_heads, weight, 1e-5, "silu", threads=1)
+    normed = kernels.gated_rms_norm(single, of_heads, weight, 1e-5, "silu", gate_first=True, threads=1)
     assert torch.equal(found, normed.flatten(1))
 
 
@@ -249,12 +251,15 @@ def test_gates_that_do_not_fit_are_refused() -> None:
         ("gate", (heads, heads[:1], weight)),
         ("gate", (heads, heads.bfloat16(), weight)),
         ("weight", (heads, heads, weight[:7])),
+        ("weight", (heads, heads, heads[0, :2])),
     ):
         with pytest.raises(KernelArgumentError) as error:
             kernels.gated_rms_norm(*parts, 1e-5, "silu", threads=1)
         assert error.value.argument == argument
     with pytest.raises(KernelArgumentError, match="gate: must be rows of 16"):
         program.gated_rms_norm(x, x.columns(0, 8), weight, 1e-5, "silu", into="out")
+    with pytest.raises(KernelArgumentError, match="weight: is \\(3, 8\\), and the rows have 16 columns"):
+        program.gated_rms_norm(x, x, heads[0], 1e-5, "silu", into="out")
 
 
 def test_a_step_whose_blocks_do_not_fit_is_refused_before_anything_is_written() -> None:
@@ -305,6 +310,7 @@ def test_operations_that_do_not_fit_are_not_recorded() -> None:
     refused("beta", beta=decay)
     refused("query", query=sampled.columns(0, KEYS))
     refused("scale", scale=float("nan"))
+    refused("skip", skip=torch.zeros(HEADS + 1))
     refused("state", state=replace(state, shape=(HEADS, KEY_DIM)))
     refused("state", state=replace(state, num_blocks=99))
     weight = randn(2 * KEYS + VALUES, 4)

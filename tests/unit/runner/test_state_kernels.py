@@ -78,7 +78,7 @@ def test_convolutions_equal_those_of_torch(
         "key_dim": [1, 16, 50, 128],
         "value_dim": [1, 16, 64, 72, 130],
         "decay_per_key": [False, True],
-        "delta_rule, norm_eps": [(False, None), (True, 1e-6), (True, None), (False, 0.1)],
+        "rule, norm_eps": [("plain", None), ("delta", 1e-6), ("delta", None), ("factor", 0.1)],
         "block_size": [1, 16, 100],
     }
 )
@@ -91,7 +91,7 @@ def test_recurrences_equal_those_of_torch(
     key_dim: int,
     value_dim: int,
     decay_per_key: bool,
-    delta_rule: bool,
+    rule: Any,
     norm_eps: float | None,
     block_size: int,
 ) -> None:
@@ -104,7 +104,7 @@ def test_recurrences_equal_those_of_torch(
             block_size=block_size,
             groups=groups,
             decay_per_key=decay_per_key,
-            delta_rule=delta_rule,
+            rule=rule,
             norm_eps=norm_eps,
         )
         for _ in range(2)
@@ -123,7 +123,8 @@ def test_all_instruction_sets_compute_the_same_bits(dtype: torch.dtype, decay_pe
     found: list[torch.Tensor] = []
     for isa in ISAS:
         kernels.use_isa(isa)
-        recurred = Recurred(lengths=(45, 3), shape=(2, 33, 90), dtype=dtype, decay_per_key=decay_per_key)
+        rule: Any = "delta" if decay_per_key else "factor"
+        recurred = Recurred(lengths=(45, 3), shape=(2, 33, 90), dtype=dtype, decay_per_key=decay_per_key, rule=rule)
         convolved = Convolved(lengths=(45, 3), shape=(3, 90), dtype=dtype)
         found += [layer.compute(CompiledOperations(2, ""), layer.whole) for layer in (recurred, convolved)]
         found += [layer.view.memory.nan_to_num() for layer in (recurred, convolved)]

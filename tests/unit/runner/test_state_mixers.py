@@ -9,20 +9,26 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig
+from transformers.models.bamba.modeling_bamba import BambaMixer
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
+from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.model.recognition import fuse
 from baton.runner.model.states import layer_functions
-from baton.runner.model.states.mixers import GatedDeltaNet, ShortConvolution
+from baton.runner.model.states.mixers import GatedDeltaNet, Mamba2, ShortConvolution
 from tests.support.listed_types import LISTED_TYPES
+
+MODELS = {**LISTED_TYPES, "bamba of one group": {**LISTED_TYPES["bamba"], "mamba_n_groups": 1}}
 
 
 def layer(kind: type[nn.Module], name: str, dtype: torch.dtype = torch.float32) -> Any:
     """A layer of this kind in a module of its own, whose tensors are all random."""
     torch.manual_seed(3)
-    config = AutoConfig.for_model(**LISTED_TYPES[name])
+    config = AutoConfig.for_model(**MODELS[name])
     index = next(i for i, of_layer in enumerate(config.layer_types) if of_layer != "full_attention")
     built = kind(config, index)
     for parameter in built.parameters():
@@ -37,7 +43,15 @@ def fused(holder: nn.Module) -> nn.Module:
     return holder.get_submodule("layer")
 
 
-LAYERS = [(Lfm2ShortConv, "lfm2", ShortConvolution), (Qwen3_5GatedDeltaNet, "qwen3_5_text", GatedDeltaNet)]
+LAYERS = [
+    (Lfm2ShortConv, "lfm2", ShortConvolution),
+    (Qwen3_5GatedDeltaNet, "qwen3_5_text", GatedDeltaNet),
+    (Qwen3NextGatedDeltaNet, "qwen3_next", GatedDeltaNet),
+    (OlmoHybridGatedDeltaNet, "olmo_hybrid", GatedDeltaNet),
+    (BambaMixer, "bamba", Mamba2),
+    (BambaMixer, "bamba of one group", Mamba2),
+    (NemotronHMamba2Mixer, "nemotron_h", Mamba2),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -71,6 +85,7 @@ def with_other(name: str) -> Callable[[Any], None]:
         *((kind, name, double) for kind, name, _ in LAYERS),
         (Lfm2ShortConv, "lfm2", with_other("conv.weight")),
         *((Qwen3_5GatedDeltaNet, "qwen3_5_text", with_other(of)) for of in ("A_log", "dt_bias", "conv1d.weight")),
+        *((BambaMixer, "bamba", with_other(of)) for of in ("A_log", "dt_bias", "D", "norm.weight")),
     ],
 )
 def test_a_layer_that_computes_something_else_stays(kind: Any, name: str, change: Callable[[Any], None]) -> None:

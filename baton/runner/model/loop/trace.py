@@ -159,6 +159,7 @@ class LoopTrace:
                     behind(part, self._left_rotary)
             for name, part in base.named_children():
                 if not is_rotary(part) and all(part is not other for other in (layers, embedding, head)):
+                    before(part, self._entered)
                     behind(part, partial(self._left_part_of_base, f"{name} of {type(base).__name__}"))
             for layer in own:
                 kind = type(layer).__name__

@@ -57,6 +57,8 @@ class RecurrentRows:
     norm_eps: float | None
     num_heads: int
     """H of the whole layer, of which a rank may have some."""
+    has_delta_rule: bool = True
+    skip: torch.Tensor | None = None
 
 
 class RecordedRows(NamedTuple):
@@ -164,6 +166,8 @@ class PagedStates:
                 rows.norm_eps,
                 self._recurrences[layer],
                 self._step(layer),
+                rows.has_delta_rule,
+                rows.skip,
             )
         )
 
@@ -175,11 +179,28 @@ class PagedStates:
         return program.convolve(rows, by.weight, by.bias, by.activation, view, group, into=into)
 
     def record_recurrence(
-        self, program: Program, layer: int, rows: RecordedRows, scale: float, norm_eps: float | None, *, into: str
+        self,
+        program: Program,
+        layer: int,
+        rows: RecordedRows,
+        scale: float,
+        norm_eps: float | None,
+        *,
+        has_delta_rule: bool = True,
+        skip: torch.Tensor | None = None,
+        into: str,
     ) -> Rows:
         """Append to a program what `recur` does."""
-        view, group = self._recurrences[layer], self._groups[layer]
-        return program.recur(*rows, scale=scale, norm_eps=norm_eps, state=view, group=group, into=into)
+        return program.recur(
+            *rows,
+            scale=scale,
+            norm_eps=norm_eps,
+            state=self._recurrences[layer],
+            group=self._groups[layer],
+            has_delta_rule=has_delta_rule,
+            skip=skip,
+            into=into,
+        )
 
     def _step(self, layer: int) -> StateStep:
         layout = self._layout_of_step()
@@ -244,13 +265,14 @@ class EchoStates:
         return (functional.silu(out) if by.activation else out).to(rows.dtype)
 
     def recur(self, layer: int, rows: RecurrentRows) -> torch.Tensor:
-        of_delta = () if rows.beta is None else (rows.beta,)
-        eps = torch.tensor([rows.norm_eps or 0.0])
-        self.seen.append((rows.query * rows.scale, rows.key, rows.value, rows.decay, eps, *of_delta))
+        given = [part for part in (rows.beta, rows.skip) if part is not None]
+        how = [torch.tensor([number]) for number in (rows.norm_eps or 0.0, float(rows.has_delta_rule))]
+        self.seen.append((rows.query * rows.scale, rows.key, rows.value, rows.decay, *how, *given))
         value = rows.value.float()
         alike = (rows.query.float() * rows.key.float()).sum(-1, keepdim=True) * rows.scale
         alike = alike.repeat_interleave(value.shape[1] // alike.shape[1], dim=1)
         out = alike * value if rows.beta is None else alike * value * rows.beta[..., None]
+        out = out if rows.skip is None else out + value * rows.skip[:, None]
         return out.to(rows.value.dtype)
 
 
@@ -281,6 +303,7 @@ class StatesOfOwnParts:
             value=rows.value[:, own],
             decay=rows.decay[:, own],
             beta=None if rows.beta is None else rows.beta[:, own],
+            skip=None if rows.skip is None else rows.skip[own],
         )
         computed = self._keep.recur(layer, part).flatten(1)
         every = self._ranks.gather(computed, [computed.shape[1]] * shard.size)

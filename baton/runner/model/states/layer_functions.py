@@ -144,12 +144,20 @@ def _mamba2_scan(
     """`mamba2_chunk_scan`: hidden_states [1, T, H, DV], dt [1, T, H], B and C [1, T, G, DK] (arXiv 2405.21060)."""
     _require_known(layer, keywords)
     dt = _step_sizes(dt, dt_bias, dt_softplus).clamp(*dt_limit).float()
-    wide = hidden_states.float()
-    value, decay = wide * dt[..., None], A.float() * dt
-    rows = RecurrentRows(C[0].float(), B[0].float(), value[0], decay[0], None, 1.0, None, value.shape[2])
+    query, key, value = (rows.float()[0] for rows in (C, B, hidden_states))
+    rows = RecurrentRows(
+        query,
+        key,
+        value,
+        (A.float() * dt)[0],
+        dt[0],
+        1.0,
+        None,
+        value.shape[1],
+        has_delta_rule=False,
+        skip=None if D is None else D.detach().float(),
+    )
     out = _states_of(layer).recur(layer.layer_idx, rows).unsqueeze(0)
-    if D is not None:
-        out = out + wide * D[..., None].float()
     return (out, None) if return_final_states else out
 
 

@@ -6,9 +6,11 @@ A candidate has the parts of such a layer; what it computes of some rows, and wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
-from typing import Any
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, product
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +20,8 @@ from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.operations import Operations
+from baton.runner.backends.torch_states import gated_rms_norm
+from baton.runner.backends.weight_rows import rows_in
 from baton.runner.model.states.keepers import (
     DELTA_RULE_NORM_EPS,
     Convolution,
@@ -61,10 +65,16 @@ class StateMixer(nn.Module, HasProducts):
         """Append to a program what `rows` computes. Raises KernelArgumentError."""
         raise KernelArgumentError("part", f"is a {type(self).__name__}, which programs have no operations for")
 
-    def _product(self, *linear: tuple[str, nn.Linear]) -> tuple[AdaptableProduct, torch.Tensor | None]:
-        """The product of these linear layers, stacked, and their biases."""
+    def _product(
+        self, *linear: tuple[str, nn.Linear], order: Sequence[range] = ()
+    ) -> tuple[AdaptableProduct, torch.Tensor | None]:
+        """The product of these linear layers, stacked, and their biases.
+
+        `order`: the stacked outputs as the product is to have them, if not as they are; a layer's stay together.
+        """
         modules = [(name, part.out_features) for name, part in linear]
-        packed = self._operations.pack(*(weight_of(part) for _, part in linear))
+        weights = [weight_of(part) for _, part in linear]
+        packed = self._operations.pack(*(rows_in(weights, order) if order else weights))
         known = next((part.bias for _, part in linear if part.bias is not None), None)
         bias = None
         if known is not None:
@@ -72,7 +82,8 @@ class StateMixer(nn.Module, HasProducts):
                 known.new_zeros(part.out_features) if part.bias is None else part.bias for _, part in linear
             ]
             bias = torch.cat(biases).detach()
-        return AdaptableProduct(self._operations, packed, linear[0][1].in_features, modules), bias
+            bias = torch.cat([bias[rows.start : rows.stop] for rows in order]) if order else bias
+        return AdaptableProduct(self._operations, packed, linear[0][1].in_features, modules, order), bias
 
 
 class ShortConvolution(StateMixer):
@@ -108,22 +119,54 @@ class ShortConvolution(StateMixer):
         return self._out.record(program, out, self._out_bias, into=into)
 
 
-class GatedDeltaNet(StateMixer):
-    """Gated DeltaNet (arXiv 2412.06464) as Qwen3.5 has it: queries, keys and values are convolved, the outputs of the
-    recurrence normed in each head and gated."""
+class DeltaNetParts(NamedTuple):
+    """How the parts of a module are called that may be a Gated DeltaNet."""
 
-    def __init__(self, operations: Operations, child: Any) -> None:
+    inputs: Mapping[str, str]
+    """The linear layers of its input, and what each of them gives, in its order: queries (q), keys (k), values (v),
+    gates (z), betas (b) and steps of decay (a). In this mapping all of them have the order of this list."""
+    norm: str
+    out: str
+    by_key_head: bool = False
+    """Whether each of these layers gives everything of the first head of keys, then of the second one, and so on."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return *self.inputs, "conv1d", self.norm, self.out
+
+
+class GatedDeltaNet(StateMixer):
+    """Gated DeltaNet (arXiv 2412.06464): queries, keys and values are convolved, the outputs of the recurrence normed
+    in each head and gated."""
+
+    def __init__(self, operations: Operations, child: Any, parts: DeltaNetParts) -> None:
         super().__init__(operations, child.layer_idx)
-        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-        self._in, self._in_bias = self._product(*((name, getattr(child, name)) for name in names))
-        self._out, self._out_bias = self._product(("out_proj", child.out_proj))
+        self._heads = groups, heads = child.num_k_heads, child.num_v_heads
+        self._dims = key_dim, value_dim = child.head_k_dim, child.head_v_dim
+        order: list[range] = []
+        if parts.by_key_head:
+            values = heads // groups * value_dim
+            of_group = {
+                "q": key_dim,
+                "k": key_dim,
+                "v": values,
+                "z": values,
+                "b": heads // groups,
+                "a": heads // groups,
+            }
+            order = _part_by_part([[of_group[part] for part in given] for given in parts.inputs.values()], groups)
+        linear = ((name, getattr(child, name)) for name in parts.inputs)
+        self._in, self._in_bias = self._product(*linear, order=order)
+        self._out, self._out_bias = self._product((parts.out, getattr(child, parts.out)))
         self._by = _filter_of(child.conv1d, "silu")
-        self._heads = child.num_k_heads, child.num_v_heads
-        self._dims = child.head_k_dim, child.head_v_dim
         self._step_bias = child.dt_bias.detach().float()
         self._decay = -child.A_log.detach().float().exp()
-        self._norm_weight = child.norm.weight.detach().clone()
-        self._norm_eps: float = child.norm.variance_epsilon
+        self._beta_factor: torch.Tensor | None = None
+        if getattr(child, "allow_neg_eigval", False):
+            self._beta_factor = torch.full_like(self._decay, 2.0)
+        norm = getattr(child, parts.norm)
+        self._norm_weight = norm.weight.detach().clone()
+        self._norm_eps: float = norm.variance_epsilon
 
     def rows(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
@@ -139,7 +182,7 @@ class GatedDeltaNet(StateMixer):
             key.view(-1, groups, key_dim),
             value.view(-1, heads, value_dim),
             self._operations.gate(step, "softplus", self._step_bias, self._decay),
-            self._operations.gate(beta, "sigmoid", None, None),
+            self._operations.gate(beta, "sigmoid", None, self._beta_factor),
             key_dim**-0.5,
             DELTA_RULE_NORM_EPS,
             heads,
@@ -164,7 +207,9 @@ class GatedDeltaNet(StateMixer):
         convolved = paged.states.record_convolution(program, self.layer_idx, mixed, self._by, into="convolved")
         query, key, value = _columns(convolved, keys, keys, values)
         decay = program.gate(step, "softplus", self._step_bias, self._decay, into="decay")
-        rows = RecordedRows(query, key, value, decay, program.gate(beta, "sigmoid", None, None, into="beta"))
+        rows = RecordedRows(
+            query, key, value, decay, program.gate(beta, "sigmoid", None, self._beta_factor, into="beta")
+        )
         out = paged.states.record_recurrence(
             program, self.layer_idx, rows, key_dim**-0.5, DELTA_RULE_NORM_EPS, into="recurred"
         )
@@ -172,6 +217,119 @@ class GatedDeltaNet(StateMixer):
             out = program.take_sampled(out, into="sampled recurred")
             gate = program.take_sampled(gate, into="sampled gate")
         normed = program.gated_rms_norm(out, gate, self._norm_weight, self._norm_eps, "silu", into="gated")
+        return self._out.record(program, normed, self._out_bias, into=into)
+
+
+class GatedNorm(NamedTuple):
+    """A root mean square norm of groups of columns, and a gate."""
+
+    weight: torch.Tensor
+    """[groups, columns of a group]"""
+    eps: float
+    gate_first: bool
+
+    @classmethod
+    def of(cls, norm: Any, num_groups: Iterable[int]) -> GatedNorm:
+        """What a module computes of rows and gates; `num_groups`: how many there may be.
+
+        Raises TypeError for one that computes something else.
+        """
+        weight, eps = norm.weight.detach(), norm.variance_epsilon
+        x, by = torch.randn(2, 5, len(weight), dtype=torch.float32, generator=torch.Generator().manual_seed(0))
+        expected = copy.deepcopy(norm).cpu().float()(x, by)
+        for groups, gate_first in product(num_groups, (True, False)):
+            found = cls(weight.view(groups, -1).clone(), eps, gate_first)
+            rows, gates = (part.view(len(x), groups, -1) for part in (x, by))
+            own = gated_rms_norm(rows, gates, found.weight.cpu().float(), eps, "silu", gate_first=gate_first)
+            if torch.allclose(own.view(x.shape), expected, rtol=1e-4, atol=1e-5):
+                return found
+        raise TypeError(f"{type(norm).__name__} is no norm with a gate")
+
+    def rows(self, operations: Operations, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        """The norm of x [T, W], gated by rows of this shape."""
+        x, by = (rows.view(-1, *self.weight.shape) for rows in (x, by))
+        return operations.gated_rms_norm(x, by, self.weight, self.eps, "silu", gate_first=self.gate_first).flatten(1)
+
+    def record(self, program: Program, x: Rows, by: Rows, *, into: str) -> Rows:
+        """Append to a program what `rows` computes."""
+        return program.gated_rms_norm(x, by, self.weight, self.eps, "silu", gate_first=self.gate_first, into=into)
+
+
+class Mamba2(StateMixer):
+    """Mamba-2 (arXiv 2405.21060): values, keys and queries are convolved, and the outputs of the recurrence, which has
+    one step of each head for decay and values, gated and normed."""
+
+    def __init__(self, operations: Operations, child: Any) -> None:
+        super().__init__(operations, child.layer_idx)
+        self._in, self._in_bias = self._product(("in_proj", child.in_proj))
+        self._out, self._out_bias = self._product(("out_proj", child.out_proj))
+        self._by = _filter_of(child.conv1d, "silu")
+        self._groups, self._heads = child.n_groups, child.num_heads
+        self._dims = child.ssm_state_size, child.head_dim
+        self._step_bias = child.dt_bias.detach().float()
+        low, high = child.time_step_limit
+        self._step_limits = float(low), float(high)
+        self._decay = -child.A_log.detach().float().exp()
+        self._skip = child.D.detach().float()
+        self._norm = GatedNorm.of(child.norm, {1, self._groups})
+
+    @property
+    def _widths(self) -> tuple[int, int]:
+        """Columns of all keys, as of all queries, and of all values."""
+        return self._groups * self._dims[0], self._heads * self._dims[1]
+
+    def rows(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        keys, values = self._widths
+        made = self._in.linear(x, self._in_bias)
+        gate, mixed, step = torch.split(made, [values, values + 2 * keys, self._heads], dim=-1)
+        convolved = self.baton_attend.states.convolve(self.layer_idx, mixed, self._by)
+        value, key, query = torch.split(convolved, [values, keys, keys], dim=-1)
+        decay, beta = (
+            self._operations.gate(step, "softplus", self._step_bias, factor, self._step_limits)
+            for factor in (self._decay, None)
+        )
+        rows = RecurrentRows(
+            query.view(-1, self._groups, self._dims[0]),
+            key.view(-1, self._groups, self._dims[0]),
+            value.view(-1, self._heads, self._dims[1]),
+            decay,
+            beta,
+            1.0,
+            None,
+            self._heads,
+            has_delta_rule=False,
+            skip=self._skip,
+        )
+        out = self.baton_attend.states.recur(self.layer_idx, rows).flatten(1)
+        if sample_rows is not None:
+            self._in.keep(sample_rows)
+            out, gate = out[sample_rows], gate[sample_rows]
+        if out.shape[0] == 0:
+            return x[:0]
+        return self._out.linear(self._norm.rows(self._operations, out, gate), self._out_bias)
+
+    def record(
+        self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: HasPagedStates, *, sampling: bool, into: str
+    ) -> Rows:
+        keys, values = self._widths
+        made = self._in.record(program, x, self._in_bias, into="state input")
+        gate, mixed, step = _columns(made, values, values + 2 * keys, self._heads)
+        convolved = paged.states.record_convolution(program, self.layer_idx, mixed, self._by, into="convolved")
+        value, key, query = _columns(convolved, values, keys, keys)
+        decay, beta = (
+            program.gate(step, "softplus", self._step_bias, factor, self._step_limits, into=into_gates)
+            for factor, into_gates in ((self._decay, "decay"), (None, "beta"))
+        )
+        rows = RecordedRows(query, key, value, decay, beta)
+        out = paged.states.record_recurrence(
+            program, self.layer_idx, rows, 1.0, None, has_delta_rule=False, skip=self._skip, into="recurred"
+        )
+        if sampling:
+            out = program.take_sampled(out, into="sampled recurred")
+            gate = program.take_sampled(gate, into="sampled gate")
+        normed = self._norm.record(program, out, gate, into="gated")
         return self._out.record(program, normed, self._out_bias, into=into)
 
 
@@ -187,20 +345,44 @@ def _filter_of(conv: nn.Conv1d, activation: Any) -> Convolution:
     return Convolution(weight, bias, activation, weight.shape[0])
 
 
-_MIXERS: dict[Callable[[Operations, Any], StateMixer], tuple[str, ...]] = {
-    ShortConvolution: ("conv", "in_proj", "out_proj"),
-    GatedDeltaNet: ("conv1d", "norm", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
-}
-"""The mixers, and the parts of a module that each may take the place of."""
+def _part_by_part(widths: Sequence[Sequence[int]], groups: int) -> list[range]:
+    """Where the stacked outputs of linear layers are if those of each part of a layer are to be neighbours.
+
+    `widths`: for each layer how many outputs a group has in each part; a layer has those of one group after the other.
+    """
+    order: list[range] = []
+    first = 0
+    for of_layer in widths:
+        behind = first + groups * sum(of_layer)
+        for end, width in zip(accumulate(of_layer), of_layer, strict=True):
+            starts = range(first + end - width, behind, sum(of_layer))
+            order += [range(start, start + width) for start in starts]
+        first = behind
+    return order
+
+
+_DELTA_NETS = (
+    DeltaNetParts({"in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_b": "b", "in_proj_a": "a"}, "norm", "out_proj"),
+    DeltaNetParts({"in_proj_qkvz": "qkvz", "in_proj_ba": "ba"}, "norm", "out_proj", by_key_head=True),
+    DeltaNetParts(
+        {"q_proj": "q", "k_proj": "k", "v_proj": "v", "g_proj": "z", "b_proj": "b", "a_proj": "a"}, "o_norm", "o_proj"
+    ),
+)
+_MIXERS: Sequence[tuple[tuple[str, ...], Callable[[Operations, Any], StateMixer]]] = (
+    (("conv", "in_proj", "out_proj"), ShortConvolution),
+    (("act", "conv1d", "in_proj", "norm", "out_proj"), Mamba2),
+    *((parts.names, partial(GatedDeltaNet, parts=parts)) for parts in _DELTA_NETS),
+)
+"""The names of a module's parts, and the mixer that may take the place of such a module."""
 
 
 def state_mixer_of(child: nn.Module, operations: Operations) -> StateMixer | None:
     """The mixer that may compute what a module computes; None if there is none."""
     names = {name for name, _ in child.named_children()}
-    kind = next((kind for kind, parts in _MIXERS.items() if names == set(parts)), None)
-    if kind is None:
+    build = next((build for parts, build in _MIXERS if names == set(parts)), None)
+    if build is None:
         return None
     try:
-        return kind(operations, child)
+        return build(operations, child)
     except (AttributeError, TypeError, RuntimeError):
         return None

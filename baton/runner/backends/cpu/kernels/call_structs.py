@@ -87,7 +87,7 @@ class NormCall(ctypes.Structure):
         *_fields(_SIZE, "rows columns n row_stride column_stride gate_row_stride gate_column_stride weight_stride"),
         ("rows_per_task", _SIZE),
         ("eps", _FLOAT),
-        *_fields(_INT, "plus_one has_sigmoid_gate around_mean"),
+        *_fields(_INT, "plus_one has_sigmoid_gate gate_first around_mean"),
     ]
 
 
@@ -103,6 +103,7 @@ class GateCall(ctypes.Structure):
     _fields_ = [
         *_fields(_POINTER, "x out bias factor"),
         *_fields(_SIZE, "rows columns x_stride out_stride rows_per_task"),
+        *_fields(_FLOAT, "low high"),
         ("function", _INT),
     ]
 
@@ -231,11 +232,11 @@ class KernelConvolutionCall(ctypes.Structure):
 class KernelRecurrenceCall(ctypes.Structure):
     _fields_ = [
         ("states", States),
-        *_fields(_POINTER, "query key value out decay beta"),
+        *_fields(_POINTER, "query key value out decay beta skip"),
         *_fields(_INT64, "query_stride key_stride value_stride out_stride decay_stride beta_stride"),
         *_fields(_INT64, "heads groups key_dim value_dim columns_per_task"),
         *_fields(_FLOAT, "scale norm_eps"),
-        *_fields(_INT, "decay_per_key has_norm"),
+        *_fields(_INT, "decay_per_key has_norm has_delta_rule"),
     ]
 
 

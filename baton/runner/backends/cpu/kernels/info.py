@@ -144,7 +144,7 @@ def _float8_probe(dtype: torch.dtype) -> torch.Tensor:
 
 
 def _states_probe(dtype: torch.dtype) -> torch.Tensor:
-    """A convolution and recurrences with both kinds of decay, states behind them, gates, gated norms and products."""
+    """A convolution and recurrences of all kinds, states behind them, gates, gated norms and products."""
     rows, heads, key_dim, value_dim = 40, 2, 24, 40
     lengths = torch.tensor([rows], dtype=torch.int32)
     step = StateStep(torch.tensor([0, rows], dtype=torch.int32), lengths, lengths, torch.ones(1, 1, dtype=torch.int32))
@@ -154,7 +154,8 @@ def _states_probe(dtype: torch.dtype) -> torch.Tensor:
     parts = [convolve(ConvolutionCall(x, weight, weight[:, 0].contiguous(), "silu", state, step), threads=1)]
     state = replace(state, shape=(heads, key_dim, value_dim))
     query, value = _noise(2 * rows, key_dim).view(2, rows, 1, key_dim).to(dtype), _noise(rows, heads * value_dim)
-    for decay in (_noise(rows, heads), _noise(rows, heads * key_dim).view(rows, heads, key_dim)):
+    of_heads, of_keys = _noise(rows, heads), _noise(rows, heads * key_dim).view(rows, heads, key_dim)
+    for decay, skip in ((of_heads, None), (of_keys, None), (of_heads, _noise(1, heads)[0])):
         call = RecurrenceCall(
             query[0],
             query[1],
@@ -165,12 +166,15 @@ def _states_probe(dtype: torch.dtype) -> torch.Tensor:
             norm_eps=1e-6,
             state=state,
             step=step,
+            has_delta_rule=skip is None,
+            skip=skip,
         )
         parts += [recur(call, threads=1), memory.clone()]
     bias, functions = weight[:, 0].contiguous(), typing.get_args(GateFunction)
-    parts += [gate(x, function, bias, None, threads=1) for function in functions]
+    parts += [gate(x, function, bias, None, (0.2, 0.8), threads=1) for function in functions]
     heads_of_x, activations = x.view(rows, 2, 35), typing.get_args(GateActivation)
     parts += [gated_rms_norm(heads_of_x, heads_of_x, x[0, :35], 1e-6, by, threads=1) for by in activations]
+    parts.append(gated_rms_norm(heads_of_x, heads_of_x, heads_of_x[0], 1e-6, "silu", gate_first=True, threads=1))
     parts += [multiply(x, x.flip(1), function, threads=1) for function in (None, *functions)]
     return torch.cat([part.float().flatten() for part in parts])
 

@@ -53,8 +53,10 @@ from baton.runner.backends.cpu.kernels.mixture import PackedMixture, route_struc
 from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, CLAMP, NOT_GATED, Activation, PackedWeight
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
 from baton.runner.backends.cpu.kernels.rows import (
+    NO_LIMITS,
     GateActivation,
     GateFunction,
+    Limits,
     activate_structure,
     gate_structure,
     multiply_structure,
@@ -67,6 +69,7 @@ from baton.runner.backends.cpu.kernels.states import (
     require_kept_lens,
     require_numbers,
     require_recurred_rows,
+    require_skip,
 )
 from baton.runner.backends.cpu.kernels.weights import Packed, PackedPart, StackedWeight, columns_of
 from baton.runner.backends.device import CPU
@@ -158,20 +161,41 @@ class Program:
         return self._norm(x, residual, self._norm_call(x, weight, bias, eps, around_mean=True), into)
 
     def gated_rms_norm(
-        self, x: Rows, gate: Rows, weight: torch.Tensor, eps: float, activation: GateActivation, *, into: str | Rows
+        self,
+        x: Rows,
+        gate: Rows,
+        weight: torch.Tensor,
+        eps: float,
+        activation: GateActivation,
+        *,
+        gate_first: bool = False,
+        into: str | Rows,
     ) -> Rows:
-        """Record the norm of each piece of x that is as wide as the weight, times activation(gate), rounded once."""
+        """Record the norm of each piece of x that is as wide as the weight [n], times activation(gate), rounded once.
+
+        A weight [pieces, n] has one for each piece. `gate_first`: x times activation(gate) is normed instead.
+        """
         if (gate.width, gate.sampled) != (x.width, x.sampled):
             raise KernelArgumentError("gate", f"must be rows of {x.width}, as many as x has")
         call = self._norm_call(x, weight, None, eps)
-        call.has_sigmoid_gate = activation == "sigmoid"
+        call.has_sigmoid_gate, call.gate_first = activation == "sigmoid", gate_first
         return self._norm(x, None, call, into, gate)
 
     def gate(
-        self, x: Rows, function: GateFunction, bias: torch.Tensor | None, factor: torch.Tensor | None, *, into: str
+        self,
+        x: Rows,
+        function: GateFunction,
+        bias: torch.Tensor | None,
+        factor: torch.Tensor | None,
+        limits: Limits = NO_LIMITS,
+        *,
+        into: str,
     ) -> Rows:
-        """Record the gates factor * function(x + bias), in float32; bias and factor are float32 [n]."""
-        call = gate_structure(x.width, function, bias, factor)
+        """Record the gates factor * function(x + bias), in float32; bias and factor are float32 [n].
+
+        `limits`: between which the function's values are kept.
+        """
+        call = gate_structure(x.width, function, bias, factor, limits)
         out = self._buffers.scratch(into, x.width, x.sampled, torch.float32)
         call.x_stride, call.out_stride = x.stride, out.stride
         self._kept += [bias, factor]
@@ -343,18 +367,22 @@ class Program:
         norm_eps: float | None,
         state: StateView,
         group: int,
+        has_delta_rule: bool = True,
+        skip: torch.Tensor | None = None,
         into: str | Rows,
     ) -> Rows:
         """Record a recurrence, with the block tables of a group of layers; decay and beta are float32 rows."""
         require_recurred_rows(query, key, value, decay, beta, state)
         require_numbers(scale, norm_eps)
         heads, key_dim, value_dim = state.shape
+        require_skip(skip, heads)
         out = self._out(into, heads * value_dim, sampled=False)
-        call = recurrence_structure(state, query.width // key_dim, decay.width > heads, scale, norm_eps)
+        call = recurrence_structure(state, query.width // key_dim, decay.width > heads, scale, norm_eps, skip)
+        call.has_delta_rule = has_delta_rule and beta is not None
         call.query_stride, call.key_stride, call.value_stride = query.stride, key.stride, value.stride
         call.out_stride, call.decay_stride = out.stride, decay.stride
         call.beta_stride = 0 if beta is None else beta.stride
-        self._kept.append(state.memory)
+        self._kept += [state.memory, skip]
         operands = (key, value, decay, beta)
         self._record(OperationKind.RECUR, query, Call(recurrence=call), out=out, operands=operands, group=group)
         return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -22,6 +23,8 @@ from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, Activation
 
 GateFunction = Literal["softplus", "sigmoid"]
 GateActivation = Literal["silu", "sigmoid"]
+Limits = tuple[float, float]
+NO_LIMITS: Limits = (-math.inf, math.inf)
 
 
 def rms_norm(
@@ -122,11 +125,19 @@ def _norm(
 
 
 def gated_rms_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: GateActivation, *, threads: int
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    activation: GateActivation,
+    *,
+    gate_first: bool = False,
+    threads: int,
 ) -> torch.Tensor:
-    """The root mean square norm of x [rows, heads, n], times weight [n] and activation(gate), of x's shape: contiguous.
+    """The root mean square norm of x [rows, heads, n], times weight and activation(gate), of x's shape: contiguous.
 
-    Computed in float32 and rounded once. Each row of x and gate is contiguous, with gaps between rows allowed. Raises
+    `weight`: [n], or [heads, n] of each head. `gate_first`: x times activation(gate) is normed instead. Computed in
+    float32 and rounded once. Each row of x and gate is contiguous, with gaps between rows allowed. Raises
     KernelArgumentError for tensors that don't fit.
     """
     for name, rows in (("x", x), ("gate", gate)):
@@ -139,8 +150,13 @@ def gated_rms_norm(
     num_rows, heads, n = x.shape
     if gate.shape != x.shape or gate.dtype != x.dtype:
         raise KernelArgumentError("gate", f"must be {tuple(x.shape)} {x.dtype}")
-    if weight.shape != (n,) or weight.dtype != x.dtype or not weight.is_contiguous() or not weight.is_cpu:
-        raise KernelArgumentError("weight", f"must be [{n}] {x.dtype}, contiguous, on the CPU")
+    if (
+        weight.shape not in ((n,), (heads, n))
+        or weight.dtype != x.dtype
+        or not weight.is_contiguous()
+        or not weight.is_cpu
+    ):
+        raise KernelArgumentError("weight", f"must be [{n}] or [{heads}, {n}] {x.dtype}, contiguous, on the CPU")
     out = x.new_empty(x.shape)
     call = NormCall(
         x=x.data_ptr(),
@@ -154,8 +170,10 @@ def gated_rms_norm(
         column_stride=n,
         gate_row_stride=gate.stride(0),
         gate_column_stride=n,
+        weight_stride=n if weight.ndim == 2 else 0,
         eps=eps,
         has_sigmoid_gate=activation == "sigmoid",
+        gate_first=gate_first,
     )
     lib = library()
     check_status(lib.norm(lib.isa, DTYPES[x.dtype], ctypes.byref(call), threads))
@@ -163,15 +181,22 @@ def gated_rms_norm(
 
 
 def gate(
-    x: torch.Tensor, function: GateFunction, bias: torch.Tensor | None, factor: torch.Tensor | None, *, threads: int
+    x: torch.Tensor,
+    function: GateFunction,
+    bias: torch.Tensor | None,
+    factor: torch.Tensor | None,
+    limits: Limits = NO_LIMITS,
+    *,
+    threads: int,
 ) -> torch.Tensor:
     """The gates factor * function(x + bias) of x [rows, n], with bias and factor of float32 [n]: float32 [rows, n].
 
-    Each row of x is contiguous. Raises KernelArgumentError for tensors that don't fit.
+    `limits`: between which the function's values are kept. Each row of x is contiguous. Raises KernelArgumentError for
+    tensors that don't fit.
     """
     _require_rows(x, "x")
     rows, n = x.shape
-    call = gate_structure(n, function, bias, factor)
+    call = gate_structure(n, function, bias, factor, limits)
     # The dtype is named, since another thread that loads a model changes the default.
     out = torch.empty(rows, n, dtype=torch.float32)
     call.x, call.out, call.rows, call.x_stride, call.out_stride = x.data_ptr(), out.data_ptr(), rows, x.stride(0), n
@@ -180,7 +205,9 @@ def gate(
     return out
 
 
-def gate_structure(n: int, function: GateFunction, bias: torch.Tensor | None, factor: torch.Tensor | None) -> GateCall:
+def gate_structure(
+    n: int, function: GateFunction, bias: torch.Tensor | None, factor: torch.Tensor | None, limits: Limits
+) -> GateCall:
     """The kernel's arguments for n gates, without those of a step."""
     for name, of_gates in (("bias", bias), ("factor", factor)):
         if of_gates is None:
@@ -193,6 +220,8 @@ def gate_structure(n: int, function: GateFunction, bias: torch.Tensor | None, fa
         bias=None if bias is None else bias.data_ptr(),
         factor=None if factor is None else factor.data_ptr(),
         columns=n,
+        low=limits[0],
+        high=limits[1],
         function=GateKind[function.upper()],
     )
 

@@ -40,7 +40,10 @@ def recur(call: RecurrenceCall, *, threads: int) -> torch.Tensor:
     query = _require_rows("query", call.query, key_dim)
     key, value = _require_rows("key", call.key, key_dim), _require_rows("value", call.value, value_dim)
     out = value.new_empty(value.shape)
-    structure = recurrence_structure(call.state, query.shape[1], call.decay.ndim == 3, call.scale, call.norm_eps)
+    structure = recurrence_structure(
+        call.state, query.shape[1], call.decay.ndim == 3, call.scale, call.norm_eps, call.skip
+    )
+    structure.has_delta_rule = call.has_delta_rule and call.beta is not None
     structure.query, structure.key, structure.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
     structure.query_stride, structure.key_stride, structure.value_stride = (x.stride(0) for x in (query, key, value))
     structure.out, structure.out_stride = out.data_ptr(), heads * value_dim
@@ -71,7 +74,12 @@ def convolution_structure(
 
 
 def recurrence_structure(
-    state: StateView, groups: int, decay_per_key: bool, scale: float, norm_eps: float | None
+    state: StateView,
+    groups: int,
+    decay_per_key: bool,
+    scale: float,
+    norm_eps: float | None,
+    skip: torch.Tensor | None,
 ) -> KernelRecurrenceCall:
     """The kernel's arguments for a layer, without those of a step."""
     heads, key_dim, value_dim = state.shape
@@ -85,6 +93,7 @@ def recurrence_structure(
         norm_eps=norm_eps or 0.0,
         decay_per_key=decay_per_key,
         has_norm=norm_eps is not None,
+        skip=None if skip is None else skip.data_ptr(),
     )
 
 
@@ -132,7 +141,9 @@ def require_recurrence(call: RecurrenceCall) -> None:
     if call.beta is not None:
         _require_float32("beta", call.beta, (rows, heads))
     require_numbers(call.scale, call.norm_eps)
-    _require_device(query.device, key=call.key, value=call.value, decay=call.decay, beta=call.beta, state=state.memory)
+    require_skip(call.skip, heads)
+    rows_of_heads = {"key": call.key, "value": call.value, "decay": call.decay, "beta": call.beta}
+    _require_device(query.device, **rows_of_heads, skip=call.skip, state=state.memory)
 
 
 def require_recurred_rows(
@@ -172,6 +183,12 @@ def require_numbers(scale: float, norm_eps: float | None) -> None:
         raise KernelArgumentError("scale", f"must be finite, is {scale}")
     if norm_eps is not None and not (math.isfinite(norm_eps) and norm_eps >= 0):
         raise KernelArgumentError("norm_eps", f"must be finite and not negative, is {norm_eps}")
+
+
+def require_skip(skip: torch.Tensor | None, heads: int) -> None:
+    """Raises KernelArgumentError for numbers that are not one for each head."""
+    if skip is not None:
+        _require_float32("skip", skip, (heads,))
 
 
 def require_state(state: StateView, shape: tuple[int, ...]) -> None:

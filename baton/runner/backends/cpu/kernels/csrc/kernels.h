@@ -144,19 +144,23 @@ struct norm_call {
     void *sum;            /* x + residual */
     const void *gate;     /* NULL, or what gates the norm, which is then rounded once; it begins as x, with its own strides */
     const void *bias;     /* [n] or NULL; only around the mean */
-    size_t rows, columns, n, stride[2], gate_stride[2], weight_stride, rows_per_task;
+    size_t rows, columns, n, stride[2], gate_stride[2];
+    size_t weight_stride; /* elements from a column's weight to that of the next one; 0: all columns have the same */
+    size_t rows_per_task;
     float eps;
     int plus_one, has_sigmoid_gate; /* has_sigmoid_gate: the gate's sigmoid, instead of its silu */
+    int gate_first;                 /* x is gated, and then normed */
     int around_mean;                /* the row's mean is subtracted first; the norm is rounded once */
 };
 
-/* Gates in float32: factor * function(x + bias). */
+/* Gates in float32: factor * function(x + bias), where the function's values are kept within limits. */
 enum gate_function { GATE_SOFTPLUS, GATE_SIGMOID, GATE_PLAIN }; /* ln(1 + e^x); GATE_PLAIN: x itself, which is widened */
 struct gate_call {
     const void *x;              /* [rows, columns]; x_stride: elements from row to row */
     float *out;                 /* [rows, columns]; out_stride: elements from row to row */
     const float *bias, *factor; /* [columns] or NULL */
     size_t rows, columns, x_stride, out_stride, rows_per_task;
+    float low, high;
     int function; /* enum gate_function */
 };
 
@@ -354,12 +358,14 @@ struct recurrence_call {
     const void *value;       /* [rows, heads, value_dim] */
     void *out;               /* [rows, heads, value_dim] */
     const float *decay;      /* [rows, heads], or [rows, heads, key_dim] with decay_per_key */
-    const float *beta;       /* [rows, heads], or NULL: without the delta rule */
+    const float *beta;       /* [rows, heads], what values are multiplied by, or NULL */
+    const float *skip;       /* [heads], how much of the values is added to out, or NULL */
     int64_t query_stride, key_stride, value_stride, out_stride, decay_stride, beta_stride;
     int64_t heads, groups, key_dim, value_dim;
     int64_t columns_per_task; /* of a head's value_dim; a multiple of LANES */
     float scale, norm_eps;    /* norm_eps: only with has_norm */
     int decay_per_key, has_norm;
+    int has_delta_rule; /* what the state has of the key is subtracted from values before they are multiplied by beta */
 };
 
 /* How many tokens' queries and keys are prepared at a time, for all slices of a task; and the columns of a slice, whose state stays in the

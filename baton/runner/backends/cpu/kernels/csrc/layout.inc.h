@@ -48,12 +48,12 @@ static const struct layout_entry layout[] = {
     NAMED(norm_call, gate_stride[1], "gate_column_stride"), FIELD(norm_call, has_sigmoid_gate),
     NAMED(norm_call, stride[0], "row_stride"),
     NAMED(norm_call, stride[1], "column_stride"), FIELD(norm_call, rows_per_task), FIELD(norm_call, eps),
-    FIELD(norm_call, plus_one), FIELD(norm_call, weight_stride), FIELD(norm_call, around_mean),
+    FIELD(norm_call, plus_one), FIELD(norm_call, weight_stride), FIELD(norm_call, gate_first), FIELD(norm_call, around_mean),
 
     WHOLE(struct gate_call, "gate_call"),
     FIELD(gate_call, x), FIELD(gate_call, out), FIELD(gate_call, bias), FIELD(gate_call, factor), FIELD(gate_call, rows),
     FIELD(gate_call, columns), FIELD(gate_call, x_stride), FIELD(gate_call, out_stride), FIELD(gate_call, rows_per_task),
-    FIELD(gate_call, function),
+    FIELD(gate_call, low), FIELD(gate_call, high), FIELD(gate_call, function),
 
     WHOLE(struct multiply_call, "multiply_call"),
     FIELD(multiply_call, x), FIELD(multiply_call, by), FIELD(multiply_call, out), FIELD(multiply_call, rows),
@@ -137,6 +137,7 @@ static const struct layout_entry layout[] = {
     FIELD(recurrence_call, heads), FIELD(recurrence_call, groups), FIELD(recurrence_call, key_dim),
     FIELD(recurrence_call, value_dim), FIELD(recurrence_call, columns_per_task), FIELD(recurrence_call, scale),
     FIELD(recurrence_call, norm_eps), FIELD(recurrence_call, decay_per_key), FIELD(recurrence_call, has_norm),
+    FIELD(recurrence_call, skip), FIELD(recurrence_call, has_delta_rule),
 
     WHOLE(struct take_rows_call, "take_rows_call"),
     FIELD(take_rows_call, x), FIELD(take_rows_call, out), FIELD(take_rows_call, index), FIELD(take_rows_call, rows),

@@ -1,26 +1,39 @@
 /* Kernels that treat each row alone: norms, gates, products and sums of rows, activations and rotary positions. Included after functions.inc.h. */
 
-/* Up to 16 numbers less a mean; the other lanes are zero. */
-INLINE v16 load_around(const enum dtype dtype, const void *x, size_t index, size_t count, v16 mean) {
+/* What x is multiplied by to be gated. */
+INLINE v16 activated(const enum dtype dtype, const struct norm_call *call, size_t gate, size_t count) {
+    v16 by = load_lanes(dtype, call->gate, gate, count);
+    return v_times_sigmoid(call->has_sigmoid_gate ? v_set1(1.0f) : by, by);
+}
+
+/* Up to 16 numbers of what a norm is of: of x, which is gated first, or less a mean; the other lanes are zero. */
+INLINE v16 load_normed(const enum dtype dtype, const int gate_first, const struct norm_call *call, const void *x, size_t from, size_t gate,
+                       size_t count, v16 mean) {
     float part[LANES];
-    v16 v = v_sub(load_lanes(dtype, x, index, count), mean);
+    v16 v = load_lanes(dtype, x, from, count);
+    if (gate_first) return v_mul(v, activated(dtype, call, gate, count));
+    v = v_sub(v, mean);
     if (count == LANES) return v;
     v_store(part, v);
     return load_lanes(DTYPE_FLOAT32, part, 0, count);
 }
 
-/* The sum of n numbers less a mean, or of their squares. */
-INLINE float total_of(const int squared, const enum dtype dtype, const void *x, size_t from, size_t n, v16 mean) {
+/* The sum of what a norm is of, or of its squares. */
+INLINE float total_of(const int squared, const enum dtype dtype, const int gate_first, const struct norm_call *call, const void *x,
+                      size_t from, size_t gate, v16 mean) {
+    const size_t n = call->n;
     v16 sums[4] = {v_zero(), v_zero(), v_zero(), v_zero()};
     for (size_t i = 0; i < n; i += 4 * LANES) /* four independent sums hide the latency of an addition */
         for (size_t j = 0; j < 4 && i + j * LANES < n; j++) {
-            v16 value = load_around(dtype, x, from + i + j * LANES, lanes_left(i + j * LANES, n), mean);
+            const size_t at = i + j * LANES;
+            v16 value = load_normed(dtype, gate_first, call, x, from + at, gate + at, lanes_left(at, n), mean);
             sums[j] = squared ? v_fma(value, value, sums[j]) : v_add(value, sums[j]);
         }
     return v_total(v_add(v_add(sums[0], sums[1]), v_add(sums[2], sums[3])));
 }
 
-INLINE void norm_row(const enum dtype dtype, const struct norm_call *call, size_t from, size_t gate, size_t weights, size_t to) {
+INLINE void norm_row(const enum dtype dtype, const int gate_first, const struct norm_call *call, size_t from, size_t gate, size_t weights,
+                     size_t to) {
     const size_t n = call->n;
     const void *x = call->x;
     if (call->residual != NULL) {
@@ -33,16 +46,17 @@ INLINE void norm_row(const enum dtype dtype, const struct norm_call *call, size_
         from = to;
     }
     v16 mean = v_zero();
-    if (call->around_mean) mean = v_set1(total_of(0, dtype, x, from, n, mean) / (float)n);
-    v16 factor = v_set1(1.0f / sqrtf(total_of(1, dtype, x, from, n, mean) / (float)n + call->eps));
+    if (call->around_mean) mean = v_set1(total_of(0, dtype, gate_first, call, x, from, gate, mean) / (float)n);
+    v16 factor = v_set1(1.0f / sqrtf(total_of(1, dtype, gate_first, call, x, from, gate, mean) / (float)n + call->eps));
     for (size_t i = 0; i < n; i += LANES) {
         size_t count = lanes_left(i, n);
-        v16 normal = v_mul(load_around(dtype, x, from + i, count, mean), factor);
+        v16 normal = v_mul(load_normed(dtype, gate_first, call, x, from + i, gate + i, count, mean), factor);
         v16 weight = load_lanes(dtype, call->weight, weights + i, count);
-        if (call->gate != NULL) {
-            v16 by = load_lanes(dtype, call->gate, gate + i, count);
-            normal = v_mul(v_mul(normal, weight), v_times_sigmoid(call->has_sigmoid_gate ? v_set1(1.0f) : by, by));
-        } else if (call->around_mean)
+        if (gate_first)
+            normal = v_mul(normal, weight);
+        else if (call->gate != NULL)
+            normal = v_mul(v_mul(normal, weight), activated(dtype, call, gate + i, count));
+        else if (call->around_mean)
             normal = v_fma(normal, weight, call->bias == NULL ? v_zero() : load_lanes(dtype, call->bias, i, count));
         else if (call->plus_one)
             normal = v_mul(normal, v_add(v_set1(1.0f), weight));
@@ -55,10 +69,14 @@ INLINE void norm_row(const enum dtype dtype, const struct norm_call *call, size_
 INLINE void norm_rows(const enum dtype dtype, const struct norm_call *call, size_t task) {
     size_t row = task * call->rows_per_task, end = row + call->rows_per_task < call->rows ? row + call->rows_per_task : call->rows;
     for (; row < end; row++)
-        for (size_t column = 0; column < call->columns; column++)
-            norm_row(dtype, call, row * call->stride[0] + column * call->stride[1],
-                     row * call->gate_stride[0] + column * call->gate_stride[1], column * call->weight_stride,
-                     (row * call->columns + column) * call->n);
+        for (size_t column = 0; column < call->columns; column++) {
+            size_t from = row * call->stride[0] + column * call->stride[1], gate = row * call->gate_stride[0] + column * call->gate_stride[1];
+            size_t weights = column * call->weight_stride, to = (row * call->columns + column) * call->n;
+            if (call->gate_first)
+                norm_row(dtype, 1, call, from, gate, weights, to);
+            else
+                norm_row(dtype, 0, call, from, gate, weights, to);
+        }
 }
 
 TARGET static void rms_norm_float32(const void *job, size_t task, void *scratch) {
@@ -79,6 +97,7 @@ INLINE void gate_rows(const enum dtype dtype, const struct gate_call *call, size
             if (call->bias != NULL) x = v_add(x, load_lanes(DTYPE_FLOAT32, call->bias, i, count));
             if (call->function == GATE_SIGMOID) x = v_times_sigmoid(v_set1(1.0f), x);
             if (call->function == GATE_SOFTPLUS) x = v_softplus(x);
+            if (call->function != GATE_PLAIN) x = v_min(v_set1(call->high), v_max(v_set1(call->low), x));
             if (call->factor != NULL) x = v_mul(x, load_lanes(DTYPE_FLOAT32, call->factor, i, count));
             store_lanes(DTYPE_FLOAT32, call->out, row * call->out_stride + i, count, x);
         }

@@ -178,13 +178,14 @@ LONG_FUNCTION void walk_slice(const enum dtype dtype, const int vectors, const i
                        const struct token_rows *rows) {
     const size_t dim = (size_t)call->key_dim, width = (size_t)call->value_dim;
     const int whole = columns == (size_t)vectors * LANES;
+    const float skip = call->skip == NULL ? 0.0f : call->skip[head];
     v16 values[SLICE_VECTORS], out[SLICE_VECTORS], sums[SLICE_VECTORS];
     if (!whole && from.first != own.first) { /* whole vectors would reach into the next row */
         for (size_t i = 0; i < dim; i++)
             v_store(own.first + i * own.stride, load_lanes(DTYPE_FLOAT32, from.first, i * from.stride, columns));
         from = own;
     }
-    read_state(vectors, call->beta == NULL ? 0 : dim, from, rows->read, sums);
+    read_state(vectors, call->has_delta_rule ? dim : 0, from, rows->read, sums);
     for (size_t t = 0; t < count; t++) {
         size_t of_head = (size_t)head * width + column, from_row = (size_t)(row + (int64_t)t);
         struct state_place to = own;
@@ -192,14 +193,18 @@ LONG_FUNCTION void walk_slice(const enum dtype dtype, const int vectors, const i
         for (int c = 0; c < vectors; c++) {
             size_t at = from_row * (size_t)call->value_stride + of_head + (size_t)c * LANES;
             values[c] = load_lanes(dtype, call->value, at, whole ? LANES : columns);
-            if (call->beta != NULL) values[c] = v_mul(v_set1(rows->beta[t]), v_sub(values[c], sums[c]));
+            v16 given = call->has_delta_rule ? v_sub(values[c], sums[c]) : values[c];
+            if (call->beta != NULL) values[c] = v_mul(v_set1(rows->beta[t]), given);
         }
-        if (call->beta != NULL && t + 1 < count)
+        if (call->has_delta_rule && t + 1 < count)
             step_state(vectors, per_key, 1, dim, from, to, rows, t, values, out, sums);
         else
             step_state(vectors, per_key, 0, dim, from, to, rows, t, values, out, sums);
-        for (int c = 0; c < vectors; c++)
-            store_lanes(dtype, call->out, from_row * (size_t)call->out_stride + of_head + (size_t)c * LANES, whole ? LANES : columns, out[c]);
+        for (int c = 0; c < vectors; c++) {
+            size_t at = from_row * (size_t)call->value_stride + of_head + (size_t)c * LANES, lanes = whole ? LANES : columns;
+            if (call->skip != NULL) out[c] = v_fma(v_set1(skip), load_lanes(dtype, call->value, at, lanes), out[c]);
+            store_lanes(dtype, call->out, from_row * (size_t)call->out_stride + of_head + (size_t)c * LANES, lanes, out[c]);
+        }
         if (rows->after[t] != NULL && !whole)
             for (size_t i = 0; i < dim; i++)
                 store_lanes(DTYPE_FLOAT32, rows->after[t], i * width + column, columns, v_load(own.first + i * own.stride));

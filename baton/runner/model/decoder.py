@@ -10,6 +10,7 @@ The loop of a stage begins with the rows of the stage before it, and ends with t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from baton.runner.model.loop.steps import (
     FUSED_NORMS,
     FUSED_PARTS,
     Call,
+    IsLimited,
     Mixer,
     RecordedRows,
     StepRows,
@@ -39,7 +41,6 @@ from baton.runner.model.loop.steps import (
     operations_of,
 )
 from baton.runner.model.loop.trace import LoopTrace, NotAPlainDecoder, same_bits
-from baton.runner.model.mixtures.fused import FusedMixture
 from baton.runner.model.stage import NoHead
 
 
@@ -141,9 +142,9 @@ class Decoder:
         self._head = head if isinstance(head, PackedLinear) else None
         self._map_logits = trace.logits_map
         self._steps = needed_steps(trace.steps, trace.result)
-        self._mixtures = [
-            step.part for step in self._steps if isinstance(step, Call) and isinstance(step.part, FusedMixture)
-        ]
+        parts = [step.part for step in self._steps if isinstance(step, Call)]
+        self._limited = [part for part in parts if isinstance(part, IsLimited)]
+        self._most_rows = min((part.most_recorded_rows for part in self._limited), default=sys.maxsize)
         self._result = trace.result
         self._width = trace.width
         """The hidden size."""
@@ -161,10 +162,11 @@ class Decoder:
         by_torch = next((part for part in parts if not isinstance(part, FUSED_NORMS + FUSED_PARTS + (Mixer,))), None)
         return "" if by_torch is None else f"{type(by_torch).__name__} is of a kind that Baton's kernels don't fuse"
 
-    @property
-    def _has_program(self) -> bool:
-        """Whether a program can compute the step: its rows may have adapters for which programs have no operations."""
-        return bool(self._programs) and not any(mixture.is_adapted for mixture in self._mixtures)
+    def _has_program(self, num_rows: int) -> bool:
+        """Whether a program computes a step: its rows may be too many, or have adapters that programs don't know."""
+        return (
+            bool(self._programs) and num_rows <= self._most_rows and not any(part.is_adapted for part in self._limited)
+        )
 
     def compute(
         self,
@@ -188,9 +190,9 @@ class Decoder:
         if self._head is None:
             return ModelOutput(self._run_stage(x, angles), x.new_empty(x.shape[0], 0, dtype=torch.float32))
         needs_head_apart = num_logits is not None and num_logits < logits_rows.shape[0]
-        if self._has_program and not needs_head_apart:
+        if self._has_program(len(x)) and not needs_head_apart:
             return self._run(self._programs[_Wanted(sampling, True)], self._head, x, angles, logits_rows)
-        if self._has_program:
+        if self._has_program(len(x)):
             hidden = self._run(self._programs[_Wanted(sampling, False)], None, x, angles, logits_rows).hidden
             self._adapters.rows.keep(logits_rows)
         else:
@@ -331,7 +333,7 @@ class Decoder:
 
     def _run_stage(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """The residual stream behind the last layer of this stage; x may be overwritten."""
-        if not self._has_program:
+        if not self._has_program(len(x)):
             return self._loop(x, *angles, None)
         nothing = torch.empty(0, dtype=torch.int64)
         self._programs[_Wanted(False, False)].run([x, *angles], self._layout, nothing, self._adapters.of_step())

@@ -16,7 +16,7 @@ from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import rows_of
 from baton.runner.model.attention import AttentionParameters, PagedAttention
 from baton.runner.model.fused_layers import AnyNorm, CalledAsAttention, Rotation, joined_bias
-from baton.runner.model.latents.heads import LatentHeads
+from baton.runner.model.latents.heads import ROWS_AT_A_TIME, LatentHeads
 from baton.runner.model.stored.layers import weight_of
 
 
@@ -154,8 +154,48 @@ class FusedLatentAttention(CalledAsAttention, HasProducts):
         """The keys to which rows x [T, K] attend, if they don't attend to all that they see; `narrow`: of what queries
         are made. `sample_rows`: which of a step's rows these are; None: all."""
 
+    @property
+    def is_adapted(self) -> bool:
+        """Whether an adapter of the step's rows changes the products of heads, for which programs have no adapters."""
+        return any(product.is_adapted for product in self.kv_b_proj.products)
+
+    @property
+    def most_recorded_rows(self) -> int:
+        """The most rows of a step that a program computes: it makes the queries of all heads before it attends."""
+        return max(1, 4 * ROWS_AT_A_TIME // len(self.own_heads.queries))
+
     def record(
         self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
     ) -> Rows:
-        """Raises KernelArgumentError: programs have no operation for the products of heads."""
-        raise KernelArgumentError("x", "attends to latents, for which programs have no operations")
+        """Append to a program what `rows` computes; with `sampling` only for the rows that sample."""
+        if self._operations.ranks.shard.size > 1:
+            raise KernelArgumentError("x", "attends to latents with heads of several ranks")
+        shape, narrow, heads = self._shape, self._width_of_queries, len(self.own_heads.queries)
+        down_norm, latent_norm = self._norms
+        down = self._down.record(program, x, self._down_bias, into="narrow rows")
+        normed = latent_norm.record(program, down.columns(narrow, narrow + shape.latent), into="normed latents")
+        latent = program.scratch("latents", shape.latent + shape.rotated)
+        program.copy_columns(normed, latent, width=shape.latent)
+        behind = down.columns(narrow + shape.latent, down.width)
+        program.copy_columns(behind, latent, width=shape.rotated, to=shape.latent)
+        self._record_rotation(program, latent, shape.latent, 1, cos, sin)
+        given = x if down_norm is None else down_norm.record(program, down.columns(0, narrow), into="normed narrow")
+        if sampling:
+            given = program.take_sampled(given, into="sampled narrow rows")
+            cos, sin = (program.take_sampled(rows, into=f"sampled {of}") for rows, of in ((cos, "cos"), (sin, "sin")))
+        query = self._query.record(program, given, self._query_bias, into="query")
+        self._record_rotation(program, query, shape.plain, heads, cos, sin)
+        of_latents = program.scratch("queries of latents", heads * latent.width, sampled=query.sampled)
+        program.linear_of_heads(query, self.kv_b_proj.of_queries, of_latents)
+        program.copy_columns(query, of_latents, heads, first=shape.plain, width=shape.rotated, to=shape.latent)
+        value = latent.columns(0, shape.latent)
+        attended = paged.record(program, self.layer_idx, of_latents, latent, value, self._how, into="attended")
+        out = program.scratch("outputs of heads", heads * shape.value, sampled=query.sampled)
+        program.linear_of_heads(attended, self.kv_b_proj.of_outputs, out)
+        return self._out.record(program, out, self._out_bias, into=into)
+
+    def _record_rotation(self, program: Program, x: Rows, first: int, heads: int, cos: Rows, sin: Rows) -> None:
+        """Append the rotation of the columns from `first` on in each head of x."""
+        if self.rotation.kind != "none" and cos.width:
+            in_pairs = self.rotation.kind == "pairs"
+            program.rotate(x, x.width // heads, cos, sin, first=first, in_pairs=in_pairs)

@@ -27,7 +27,7 @@ from baton.runner.model.attention import Attend, AttentionParameters, heads_in
 from baton.runner.model.recognition import NUM_ROWS, agree
 from baton.runner.model.stored.layers import StoredLinear, weight_of
 
-_ROWS_AT_A_TIME = 8192
+ROWS_AT_A_TIME = 8192
 """For how many rows of heads queries of latents are made at a time, unless these are fewer heads than _FEWEST_HEADS."""
 _FEWEST_HEADS = 8
 _MULTIPLE = 8
@@ -69,9 +69,9 @@ class LatentHeads(nn.Module, HasProducts):
         read = read_weight(rows_of(weight, own.start * of_head, own.stop * of_head))
         rows = read.detach() if isinstance(read, torch.Tensor) else read.dequantized(dtype)
         heads = rows.view(len(own), of_head, shape.latent)
-        self._of_queries = operations.pack_heads([head[: shape.plain].T.contiguous() for head in heads])
-        self._of_outputs = operations.pack_heads([head[shape.plain :] for head in heads])
-        self._product = _LatentProduct(operations, shape, self._of_queries, self._of_outputs)
+        self.of_queries = operations.pack_heads([head[: shape.plain].T.contiguous() for head in heads])
+        self.of_outputs = operations.pack_heads([head[shape.plain :] for head in heads])
+        self._product = _LatentProduct(operations, shape, self.of_queries, self.of_outputs)
 
     @property
     def products(self) -> Sequence[AdaptableProduct]:
@@ -111,7 +111,7 @@ class LatentHeads(nn.Module, HasProducts):
         num_rows, num_heads = query.shape[:2]
         value = latent[..., : self.shape.latent]
         out = query.new_empty(num_rows, num_heads, self.shape.value)
-        together = max(_FEWEST_HEADS, _ROWS_AT_A_TIME // max(1, num_rows))
+        together = max(_FEWEST_HEADS, ROWS_AT_A_TIME // max(1, num_rows))
         if not self._operations.heads_are_independent:
             together = num_heads
         for first in range(0, num_heads, together):
@@ -121,7 +121,7 @@ class LatentHeads(nn.Module, HasProducts):
             attended = attend.attend(
                 layer, of_latents, latent, value, how, sampling=sampling, stores=stores, selected=selected
             )
-            self._multiply(attended, self._of_outputs, heads, out[:, heads], "outputs")
+            self._multiply(attended, self.of_outputs, heads, out[:, heads], "outputs")
         return out
 
     def gathered(self, own: torch.Tensor) -> torch.Tensor:
@@ -133,7 +133,7 @@ class LatentHeads(nn.Module, HasProducts):
         """Queries of latents [T, h, L + R] of some heads, from those of their keys [T, h, N + R]."""
         plain, latent = self.shape.plain, self.shape.latent
         of_latents = query.new_empty(*query.shape[:2], latent + self.shape.rotated)
-        self._multiply(query[..., :plain], self._of_queries, heads, of_latents[..., :latent], "queries")
+        self._multiply(query[..., :plain], self.of_queries, heads, of_latents[..., :latent], "queries")
         of_latents[..., latent:] = query[..., plain:]
         return of_latents
 

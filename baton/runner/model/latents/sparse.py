@@ -15,6 +15,8 @@ import torch
 
 from baton.engine.runner import KVLayout, LayerGeometry
 from baton.runner.backends.attention_call import StepLayout
+from baton.runner.backends.cpu.kernels.buffers import Rows
+from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.key_selection import words_of
 from baton.runner.backends.operations import Operations
 from baton.runner.model.attention import AttendOrSelect, AttentionParameters, PagedAttention, UnsupportedAttention
@@ -88,6 +90,10 @@ class SparseLatentAttention(FusedLatentAttention):
         if not sampling and selections.is_taken:
             selections.latest = selected
         return selected
+
+    def record(self, *_: Any, **__: Any) -> Rows:
+        """Raises KernelArgumentError: programs have no operation that selects keys."""
+        raise KernelArgumentError("x", "attends to selected latents, for which programs have no operation")
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         rows, nothing = super().forward(*arguments, **keywords)

@@ -59,6 +59,21 @@ class Mixer(Protocol):
         ...
 
 
+@runtime_checkable
+class IsLimited(Protocol):
+    """A part that programs don't compute in all steps."""
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether an adapter of the step's rows changes what programs compute without adapters."""
+        ...
+
+    @property
+    def most_recorded_rows(self) -> int:
+        """The most rows of a step that a program computes."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """A part of the model computes rows from rows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -78,6 +79,11 @@ class FusedMixture(nn.Module):
     def is_adapted(self) -> bool:
         """Whether an adapter of the step's rows changes what programs compute without adapters."""
         return self._router.adaptable.is_adapted or self._packed_experts.is_adapted
+
+    @property
+    def most_recorded_rows(self) -> int:
+        """The most rows of a step that a program computes: any number."""
+        return sys.maxsize
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, K], contiguous, to [T, K]."""

@@ -244,6 +244,21 @@ class TakeRowsCall(ctypes.Structure):
     _fields_ = [*_fields(_POINTER, "x out index"), *_fields(_INT64, "rows row_bytes x_stride")]
 
 
+class CopyCall(ctypes.Structure):
+    _fields_ = [
+        *_fields(_POINTER, "x out"),
+        *_fields(_INT64, "rows pieces piece_bytes x_stride x_apart out_stride out_apart"),
+    ]
+
+
+class HeadsCall(ctypes.Structure):
+    _fields_ = [
+        ("linear", LinearCall),
+        *_fields(_SIZE, "heads tasks_of_head x_apart packed_apart out_apart"),
+        ("function", _POINTER),
+    ]
+
+
 class BarrierCall(ctypes.Structure):
     _fields_ = [*_fields(_POINTER, "barrier"), *_fields(_INT64, "ranks tag")]
 
@@ -267,6 +282,8 @@ class OperationKind(IntEnum):
     MIXTURE = 13
     ACTIVATE = 14
     ADD = 15
+    COPY = 16
+    HEADS = 17
 
 
 OPERATION_NAMES = {
@@ -286,6 +303,8 @@ OPERATION_NAMES = {
     OperationKind.MIXTURE: "mix_experts",
     OperationKind.ACTIVATE: "activate",
     OperationKind.ADD: "add",
+    OperationKind.COPY: "copy_columns",
+    OperationKind.HEADS: "linear_of_heads",
 }
 """The method of `Program` by which an operation is recorded."""
 
@@ -316,6 +335,8 @@ class Call(ctypes.Union):
         ("mixture", MixtureCall),
         ("activate", ActivateCall),
         ("add", AddCall),
+        ("copy", CopyCall),
+        ("heads", HeadsCall),
     ]
 
 
@@ -375,6 +396,8 @@ _STRUCTURES: dict[str, type[ctypes.Structure | ctypes.Union]] = {
     "convolution_call": KernelConvolutionCall,
     "recurrence_call": KernelRecurrenceCall,
     "take_rows_call": TakeRowsCall,
+    "copy_call": CopyCall,
+    "heads_call": HeadsCall,
     "barrier_call": BarrierCall,
     "call": Call,
     "place": Place,

@@ -33,8 +33,10 @@ from baton.runner.backends.cpu.kernels.call_structs import (
     ActivateCall,
     AddCall,
     Call,
+    CopyCall,
     GateCall,
     GateKind,
+    HeadsCall,
     LinearCall,
     NormCall,
     Operation,
@@ -50,7 +52,14 @@ from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.float8 import PackedFloat8Weight
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
 from baton.runner.backends.cpu.kernels.mixture import PackedMixture, route_structure
-from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, CLAMP, NOT_GATED, Activation, PackedWeight
+from baton.runner.backends.cpu.kernels.product import (
+    ACTIVATIONS,
+    CLAMP,
+    NOT_GATED,
+    Activation,
+    PackedHeads,
+    PackedWeight,
+)
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
 from baton.runner.backends.cpu.kernels.rows import (
     NO_LIMITS,
@@ -286,12 +295,53 @@ class Program:
         )
         return out
 
-    def rotate(self, x: Rows, head_dim: int, cos: Rows, sin: Rows, *, in_pairs: bool = False) -> None:
-        """Record a rotation, in place, of as many first columns of each head of x as `cos` and `sin` have.
+    def scratch(self, name: str, width: int, *, sampled: bool = False) -> Rows:
+        """Rows of the scratch buffer with this name, which operations write in parts."""
+        return self._buffers.scratch(name, width, sampled)
+
+    def copy_columns(self, x: Rows, out: Rows, heads: int = 1, *, first: int = 0, width: int, to: int = 0) -> None:
+        """Record the copy of `width` columns, from `first` on in each head of x, to those from `to` on of out's."""
+        of_x, of_out = x.width // heads, out.width // heads
+        if x.width % heads or out.width % heads or first + width > of_x or to + width > of_out:
+            raise KernelArgumentError("width", f"of {width} columns is not in heads of {of_x} and {of_out}")
+        size = self._dtype.itemsize
+        call = CopyCall(
+            pieces=heads,
+            piece_bytes=width * size,
+            x_stride=x.stride * size,
+            x_apart=of_x * size,
+            out_stride=out.stride * size,
+            out_apart=of_out * size,
+        )
+        out = out.columns(to, out.width)
+        self._record(OperationKind.COPY, x.columns(first, x.width), Call(copy=call), out=out)
+
+    def linear_of_heads(self, x: Rows, weights: PackedHeads, out: Rows) -> None:
+        """Record the product of the first columns of each head of x with its weight, for the first columns of out's."""
+        w, heads = weights.first, len(weights)
+        of_x, of_out = x.width // heads, out.width // heads
+        if x.width % heads or out.width % heads or w.k > of_x or w.n > of_out or w.padded_k != w.k:
+            raise KernelArgumentError("x", f"and out have heads of {of_x} and {of_out}, the weight [{w.n}, {w.k}]")
+        if w.isa != self._isa or w.dtype != self._dtype:
+            raise KernelArgumentError("w", f"must be packed for this instruction set from {self._dtype}")
+        size, dtype = self._dtype.itemsize, DTYPES[self._dtype]
+        product = LinearCall(packed=w.address, n=w.n, k=w.k, x_stride=x.stride, out_stride=out.stride, out_dtype=dtype)
+        call = HeadsCall(
+            linear=product,
+            heads=heads,
+            x_apart=of_x * size,
+            packed_apart=weights.apart * size,
+            out_apart=of_out * size,
+        )
+        self._kept.append(weights)
+        self._record(OperationKind.HEADS, x, Call(heads=call), out=out)
+
+    def rotate(self, x: Rows, head_dim: int, cos: Rows, sin: Rows, *, first: int = 0, in_pairs: bool = False) -> None:
+        """Record a rotation, in place, of as many columns of each head of x as `cos` and `sin` have, from `first` on.
 
         These may be float32. `in_pairs`: each two neighbours belong together, and not the two halves.
         """
-        if x.width % head_dim != 0 or cos.width % 2 != 0 or cos.width > head_dim or sin.width != cos.width:
+        if x.width % head_dim != 0 or cos.width % 2 != 0 or first + cos.width > head_dim or sin.width != cos.width:
             raise KernelArgumentError("cos", f"of {cos.width} columns can't rotate heads of {head_dim}")
         if cos.dtype not in (x.dtype, torch.float32) or sin.dtype != cos.dtype:
             raise KernelArgumentError("cos", f"is {cos.dtype}, and the rows {x.dtype}")
@@ -304,7 +354,7 @@ class Program:
             angle_dtype=DTYPES[cos.dtype],
             in_pairs=in_pairs,
         )
-        self._record(OperationKind.ROTATE, x, Call(rotate=call), operands=(cos, sin))
+        self._record(OperationKind.ROTATE, x.columns(first, x.width), Call(rotate=call), operands=(cos, sin))
 
     def store_kv(self, key: Rows, value: Rows, cache: CacheView, group: int) -> None:
         """Record the storing of keys and values in the cache, at the slots of a group of layers."""
@@ -389,8 +439,8 @@ class Program:
 
     def take_sampled(self, x: Rows, *, into: str | Rows) -> Rows:
         """Record the copy of those rows of x that sample."""
-        out = self._out(into, x.width, sampled=True)
-        size = self._dtype.itemsize
+        out = self._out(into, x.width, True, x.dtype)
+        size = x.dtype.itemsize
         call = TakeRowsCall(row_bytes=x.width * size, x_stride=x.stride * size)
         self._record(OperationKind.TAKE_ROWS, x, Call(take=call), out=out)
         return out
@@ -600,9 +650,9 @@ class Program:
         # Those that recurrences, rotations and routes have checked may be float32.
         alike = {OperationKind.RECUR: 2, OperationKind.ROTATE: 0, OperationKind.ROUTE: 0, OperationKind.MIXTURE: 0}
         same = [*operands[: alike.get(kind, len(operands))]]
-        if kind not in (OperationKind.LINEAR, OperationKind.ROUTE):
+        if kind not in (OperationKind.LINEAR, OperationKind.ROUTE, OperationKind.TAKE_ROWS):
             same.append(x)
-        if kind not in (OperationKind.LINEAR, OperationKind.GATE, OperationKind.ROUTE):
+        if kind not in (OperationKind.LINEAR, OperationKind.GATE, OperationKind.ROUTE, OperationKind.TAKE_ROWS):
             same.append(out)
         if any(rows is not None and rows.dtype != self._dtype for rows in same):
             raise KernelArgumentError(

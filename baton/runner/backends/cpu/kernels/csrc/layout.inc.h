@@ -143,6 +143,14 @@ static const struct layout_entry layout[] = {
     FIELD(take_rows_call, x), FIELD(take_rows_call, out), FIELD(take_rows_call, index), FIELD(take_rows_call, rows),
     FIELD(take_rows_call, row_bytes), FIELD(take_rows_call, x_stride),
 
+    WHOLE(struct copy_call, "copy_call"),
+    FIELD(copy_call, x), FIELD(copy_call, out), FIELD(copy_call, rows), FIELD(copy_call, pieces), FIELD(copy_call, piece_bytes),
+    FIELD(copy_call, x_stride), FIELD(copy_call, x_apart), FIELD(copy_call, out_stride), FIELD(copy_call, out_apart),
+
+    WHOLE(struct heads_call, "heads_call"),
+    FIELD(heads_call, linear), FIELD(heads_call, heads), FIELD(heads_call, tasks_of_head), FIELD(heads_call, x_apart),
+    FIELD(heads_call, packed_apart), FIELD(heads_call, out_apart), FIELD(heads_call, function),
+
     WHOLE(struct barrier_call, "barrier_call"),
     FIELD(barrier_call, barrier), FIELD(barrier_call, ranks), FIELD(barrier_call, tag),
 
@@ -180,6 +188,7 @@ static const struct layout_entry layout[] = {
     VALUE("routing_scores", "SOFTMAX", SCORES_SOFTMAX), VALUE("routing_scores", "SIGMOID", SCORES_SIGMOID),
     VALUE("routing_scores", "SOFTMAX_OF_CHOSEN", SCORES_SOFTMAX_OF_CHOSEN),
     VALUE("operation_kind", "ACTIVATE", OP_ACTIVATE), VALUE("operation_kind", "ADD", OP_ADD),
+    VALUE("operation_kind", "COPY", OP_COPY), VALUE("operation_kind", "HEADS", OP_HEADS),
 
     VALUE("multiplier", "PLAIN", MULTIPLIER_PLAIN), VALUE("multiplier", "SIGMOID", MULTIPLIER_SIGMOID),
     VALUE("multiplier", "SOFTPLUS", MULTIPLIER_SOFTPLUS),

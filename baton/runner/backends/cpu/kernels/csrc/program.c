@@ -25,6 +25,8 @@ enum operation_kind {
     OP_MIXTURE,
     OP_ACTIVATE,
     OP_ADD,
+    OP_COPY,
+    OP_HEADS,
 };
 enum which_rows { ALL_ROWS, SAMPLED_ROWS };
 
@@ -34,6 +36,13 @@ struct take_rows_call {
     void *out;
     const int64_t *index;
     int64_t rows, row_bytes, x_stride;
+};
+
+/* Copies pieces of each row, such as some columns of each head; sizes and strides in bytes. */
+struct copy_call {
+    const void *x;
+    void *out;
+    int64_t rows, pieces, piece_bytes, x_stride, x_apart, out_stride, out_apart; /* apart: from piece to piece of a row */
 };
 
 /* A barrier of ranks: what each has written to shared buffers before, all of them read behind it. */
@@ -59,6 +68,8 @@ union call {
     struct mixture_call mixture;
     struct activate_call activate;
     struct add_call add;
+    struct copy_call copy;
+    struct heads_call heads;
 };
 
 /* A place in a buffer of rows: the buffer's number, and an offset in bytes; buffer -1: the operation has no such operand. */
@@ -119,6 +130,24 @@ static void take_all_rows(const void *job, size_t task, void *scratch) {
     for (int64_t row = 0; row < call->rows; row++)
         memcpy((char *)call->out + row * call->row_bytes, (const char *)call->x + call->index[row] * call->x_stride,
                (size_t)call->row_bytes);
+}
+
+/* How many bytes a task copies at least, where there are so many. */
+enum { COPIED_BYTES = 16 << 10 };
+
+static int64_t rows_of_copy(const struct copy_call *call) {
+    int64_t rows = COPIED_BYTES / (call->pieces * call->piece_bytes + 1);
+    return rows < 1 ? 1 : rows;
+}
+
+static void copy_pieces(const void *job, size_t task, void *scratch) {
+    const struct copy_call *call = job;
+    const int64_t rows = rows_of_copy(call), first = (int64_t)task * rows, end = first + rows < call->rows ? first + rows : call->rows;
+    (void)scratch;
+    for (int64_t row = first; row < end; row++)
+        for (int64_t piece = 0; piece < call->pieces; piece++)
+            memcpy((char *)call->out + row * call->out_stride + piece * call->out_apart,
+                   (const char *)call->x + row * call->x_stride + piece * call->x_apart, (size_t)call->piece_bytes);
 }
 
 /* Once a rank is lost, the other operations compute numbers that nobody uses: baton_run_program says that they are void. */
@@ -326,6 +355,19 @@ static int prepare(struct prepared *to, struct work *works, size_t *n_works, con
         call->add.out = at(step, op->out);
         call->add.rows = (size_t)rows;
         *work = add_work(&call->add, isa, dtype);
+        break;
+    case OP_COPY:
+        call->copy.x = at(step, op->x);
+        call->copy.out = at(step, op->out);
+        call->copy.rows = rows;
+        *work = (struct work){.function = copy_pieces, .job = &call->copy};
+        work->n_tasks = (size_t)((rows + rows_of_copy(&call->copy) - 1) / rows_of_copy(&call->copy));
+        break;
+    case OP_HEADS:
+        call->heads.linear.x = at(step, op->x);
+        call->heads.linear.out = at(step, op->out);
+        call->heads.linear.m = (size_t)rows;
+        *work = heads_work(&call->heads, isa, dtype);
         break;
     case OP_BARRIER: *work = (struct work){.function = wait_for_ranks, .job = &call->barrier, .n_tasks = 1}; break;
     }

@@ -12,7 +12,7 @@ from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.quantized_weight import Float8Weight
-from baton.runner.backends.routing import Routing, SharedRows, choose
+from baton.runner.backends.routing import ClampedGate, ExpertBiases, Routing, SharedRows, choose
 from baton.runner.model.stored.quantize import quantized
 from tests.support.kernel_inputs import randn
 
@@ -117,6 +117,36 @@ def test_a_mixture_has_the_bits_of_its_experts(dtype: torch.dtype, kind: str) ->
         expected = operations.sum_experts(outs, places, of_rows, 0.7, shared)
         assert torch.equal(operations.mix_experts(x, chosen, of_rows, mixture, 0.7, shared), expected)
     assert operations.mix_experts(x[:0], chosen[:0], of_rows[:0], mixture).shape == (0, k)
+
+
+def test_clamped_gates_equal_those_in_float64(operations: Any) -> None:
+    gate = ClampedGate(limit=2.0, alpha=1.7)
+    for dtype, near in ((torch.float32, 1e-6), (torch.bfloat16, 2**-8)):
+        rows = (3 * randn(9, 2 * 37)).to(dtype)
+        out = operations.clamped_gate(rows, gate)
+        first, second = rows.double()[:, ::2].clamp(max=2.0), rows.double()[:, 1::2].clamp(-2.0, 2.0)
+        assert out.dtype == dtype
+        assert torch.allclose(out.double(), (second + 1) * first * (1.7 * first).sigmoid(), rtol=near, atol=near)
+        assert torch.equal(operations.clamped_gate(rows[4:5], gate)[0], out[4])
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_mixture_with_biases_and_a_clamped_gate_has_the_bits_of_its_experts(dtype: torch.dtype) -> None:
+    operations, experts, k, inner, gate = CompiledOperations(2, ""), 5, 64, 32, ClampedGate(7.0, 1.7)
+    ups = [operations.pack(randn(2 * inner, k, seed=each, dtype=dtype)) for each in range(experts)]
+    downs = [operations.pack(randn(k, inner, seed=20 + each, dtype=dtype)) for each in range(experts)]
+    biases = ExpertBiases(randn(experts, 2 * inner, seed=40, dtype=dtype), randn(experts, k, seed=41, dtype=dtype))
+    mixture: Any = operations.pack_mixture(ups, downs, gate, biases)
+    x, of_rows = randn(9, k, seed=9, dtype=dtype), randn(9, 2, seed=2)
+    chosen = torch.stack([torch.arange(9) % experts, (torch.arange(9) + 2) % experts], dim=1).int()
+    outs = []
+    for place, expert in enumerate(chosen.flatten().tolist()):
+        up = operations.linear(x[place // 2][None], ups[expert], biases.up[expert])
+        outs.append(operations.linear(operations.clamped_gate(up, gate), downs[expert], biases.down[expert]))
+    places = torch.arange(18, dtype=torch.int32).view(9, 2)
+    expected = operations.sum_experts(torch.cat(outs), places, of_rows)
+    assert torch.equal(operations.mix_experts(x, chosen, of_rows, mixture), expected)
 
 
 @needs_kernels

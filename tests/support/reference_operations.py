@@ -25,7 +25,7 @@ from baton.runner.backends.paged_cache import CacheView, read_blocks, write_rows
 from baton.runner.backends.quantized_product import narrow_product
 from baton.runner.backends.quantized_weight import NarrowWeight
 from baton.runner.backends.ranks.ranks import ONE_RANK
-from baton.runner.backends.routing import Routing, SharedRows, choose
+from baton.runner.backends.routing import ClampedGate, Routing, SharedRows, choose
 from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall
 from baton.runner.backends.torch_states import sequences_of, states_in
 from baton.runner.backends.weight_rows import Weight, read_weight
@@ -135,8 +135,12 @@ def gated_linear(
     return torch.from_numpy(_activate(gate, activation) * up).to(x.dtype)
 
 
-def pack_mixture(ups: Sequence[Any], downs: Sequence[Any], activation: Activation) -> None:
+def pack_mixture(*_: Any) -> None:
     return None
+
+
+def clamped_gate(rows: torch.Tensor, gate: ClampedGate) -> torch.Tensor:
+    return torch.cat([gate.of(row) for row in torch.split(rows, 1)])
 
 
 def route(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:

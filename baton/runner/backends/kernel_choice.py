@@ -19,7 +19,7 @@ from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.ranks.ranks import ONE_RANK, Ranks
-from baton.runner.backends.routing import Routing, SharedRows
+from baton.runner.backends.routing import ClampedGate, ExpertBiases, Routing, SharedRows
 from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.backends.weight_rows import Weight, read_weight
@@ -80,10 +80,14 @@ class CompiledOperations:
         return kernels.gated_linear(x, weight, activation=activation, threads=self.num_threads, adapters=adapters)
 
     def pack_mixture(
-        self, ups: Sequence[Packed], downs: Sequence[Packed], activation: Activation
+        self,
+        ups: Sequence[Packed],
+        downs: Sequence[Packed],
+        gate: Activation | ClampedGate,
+        biases: ExpertBiases | None = None,
     ) -> PackedMixture | None:
         try:
-            return PackedMixture(ups, downs, activation)
+            return PackedMixture(ups, downs, gate, biases)
         except KernelArgumentError:
             return None
 
@@ -100,6 +104,9 @@ class CompiledOperations:
         shared: SharedRows | None = None,
     ) -> torch.Tensor:
         return kernels.mix_experts(x, chosen, weights, mixture, factor, shared, threads=self.num_threads)
+
+    def clamped_gate(self, rows: torch.Tensor, gate: ClampedGate) -> torch.Tensor:
+        return kernels.clamped_gate(rows, gate, threads=self.num_threads)
 
     def sum_experts(
         self,

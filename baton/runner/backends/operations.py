@@ -19,7 +19,7 @@ from baton.runner.backends.key_selection import SelectionCall
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.ranks.ranks import Ranks
-from baton.runner.backends.routing import Routing, SharedRows
+from baton.runner.backends.routing import ClampedGate, ExpertBiases, Routing, SharedRows
 from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall
 from baton.runner.backends.weight_rows import Weight
 
@@ -118,11 +118,22 @@ class Operations(Protocol):
         """
         ...
 
-    def pack_mixture(self, ups: Sequence[Any], downs: Sequence[Any], activation: Activation) -> Any:
-        """Prepare the packed weights of all experts for `mix_experts`; they are kept. `ups`: gated ones.
+    def pack_mixture(
+        self,
+        ups: Sequence[Any],
+        downs: Sequence[Any],
+        gate: Activation | ClampedGate,
+        biases: ExpertBiases | None = None,
+    ) -> Any:
+        """Prepare the packed weights of all experts for `mix_experts`; they are kept, and so are biases.
 
-        None for weights that can only be multiplied one by one.
+        `gate`: of gated weights an activation; otherwise what is computed behind them. None for weights that can only
+        be multiplied one by one.
         """
+        ...
+
+    def clamped_gate(self, rows: torch.Tensor, gate: ClampedGate) -> torch.Tensor:
+        """The gate of rows [T, 2 N], contiguous: [T, N], computed in float32 and rounded once."""
         ...
 
     def route(self, logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:

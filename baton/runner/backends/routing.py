@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch.nn import functional
 
 _COLUMNS = 64
 """torch computes multiples of so many numbers in one way."""
@@ -55,6 +56,32 @@ class Routing:
             raise ValueError(f"the bias of the choice must be float32 [{self.num_experts}]")
 
 
+@dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """The gate of gpt-oss's experts: (u + 1) * g * sigmoid(alpha * g) of neighbours g, at most the limit, and u."""
+
+    limit: float
+    alpha: float
+
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        """What `Operations.clamped_gate` computes, by torch: rows [T, 2 N] to [T, N]."""
+        wide = rows.float()
+        gate, up = wide[:, ::2].clamp(max=self.limit), wide[:, 1::2].clamp(-self.limit, self.limit)
+        padded = functional.pad(gate, (0, -gate.shape[1] % _COLUMNS))
+        sigmoid = (padded * self.alpha).sigmoid()[:, : gate.shape[1]]
+        return ((up + 1) * (gate * sigmoid)).to(rows.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertBiases:
+    """What is added to the products of experts, of a dtype of rows, contiguous."""
+
+    up: torch.Tensor
+    """[experts, N]"""
+    down: torch.Tensor
+    """[experts, K]"""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedRows:
     """What is added to the sum of a row's experts."""
@@ -77,19 +104,18 @@ def sum_of_experts(
     out = total.to(outs.dtype)
     if factor != 1.0:
         out = out * factor
-    if shared is None:
-        return out
-    if shared.gate is None:
-        return out + shared.rows
+    if shared is None or shared.gate is None:
+        return out if shared is None else out + shared.rows
     return out + shared.rows * shared.gate.expand(-1, _COLUMNS).sigmoid()[:, :1]
 
 
 def choose(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
     """What `Operations.route` computes, by torch."""
     wide = logits.float()
-    scores = (
-        wide.softmax(-1) if routing.scores == "softmax" else wide.sigmoid() if routing.scores == "sigmoid" else wide
-    )
+    scores = wide.softmax(-1) if routing.scores == "softmax" else wide
+    if routing.scores == "sigmoid":
+        # torch rounds differently in the tail of a tensor: no row may be there.
+        scores = functional.pad(wide, (0, -wide.shape[1] % _COLUMNS)).sigmoid()[:, : wide.shape[1]]
     for_choice = scores if routing.choice_bias is None else scores + routing.choice_bias
     if routing.groups > 1:
         grouped = for_choice.view(len(wide), routing.groups, -1)

@@ -153,6 +153,7 @@ class ShardedOperations:
         self.multiply = inner.multiply
         self.route = inner.route
         self.sum_experts = inner.sum_experts
+        self.clamped_gate = inner.clamped_gate
         self.activate = inner.activate
         self.rotate = inner.rotate
         self.store_kv = inner.store_kv
@@ -179,7 +180,7 @@ class ShardedOperations:
         own = [rows_of(weight, columns.start, columns.stop) for weight in (gate, up)] if columns else []
         return self._sharded(num_columns, gate.shape[1], own, self._inner.pack_gated)
 
-    def pack_mixture(self, ups: Sequence[Any], downs: Sequence[Any], activation: Activation) -> None:
+    def pack_mixture(self, *_: Any) -> None:
         """None: ranks exchange columns behind each product."""
         return
 

@@ -29,7 +29,7 @@ from baton.runner.backends.paged_cache import CacheView, read_blocks, write_rows
 from baton.runner.backends.quantized_product import block_of, narrow_product, require_float8_groups
 from baton.runner.backends.quantized_weight import Float8Weight, NarrowWeight, QuantizedWeight
 from baton.runner.backends.ranks.ranks import ONE_RANK
-from baton.runner.backends.routing import Routing, SharedRows, choose, sum_of_experts
+from baton.runner.backends.routing import ClampedGate, Routing, SharedRows, choose, sum_of_experts
 from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall
 from baton.runner.backends.weight_rows import Weight, read_weight
 
@@ -218,9 +218,11 @@ class TorchOperations:
             return self._in_calls(x, lambda rows: gated(sums(rows)))
         return self._in_calls(self._adapted(x, self._in_calls(x, sums), adapters), gated)
 
-    def pack_mixture(self, ups: Sequence[Any], downs: Sequence[Any], activation: Activation) -> None:
+    def pack_mixture(self, *_: Any) -> None:
         """None: experts are multiplied one by one."""
-        return
+
+    def clamped_gate(self, rows: torch.Tensor, gate: ClampedGate) -> torch.Tensor:
+        return gate.of(rows)
 
     def route(self, logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
         # torch rounds differently in the tail of a tensor, so only padding may be in the tail of a call.

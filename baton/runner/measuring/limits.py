@@ -151,8 +151,8 @@ class UnpaddedOperations:
     def pack_gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return torch.cat([gate, up])
 
-    def pack_mixture(self, ups: Sequence[torch.Tensor], downs: Sequence[torch.Tensor], activation: Activation) -> None:
-        return None
+    def pack_mixture(self, *_: Any) -> None:
+        """None: experts are multiplied one by one."""
 
     def take_rows(self, weight: torch.Tensor, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         return weight[index]

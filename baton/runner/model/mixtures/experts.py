@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from baton.runner.adapters.adaptable import AdaptableExperts, hold_parameters, routed
 from baton.runner.backends.operations import Operations
-from baton.runner.backends.routing import SharedRows
+from baton.runner.backends.routing import ClampedGate, ExpertBiases, SharedRows
 from baton.runner.backends.weight_rows import Weight
 from baton.runner.model.recognition import gated_activation
 from baton.runner.model.stored.layers import halves_of, read_packed, take_experts
@@ -31,7 +31,7 @@ class PackedExperts:
         # Older releases of transformers don't set it: no experts of theirs have a norm.
         self._has_norm: bool = getattr(module, "has_post_expert_norm", False)
         self._held = take_experts(module)
-        self._activation = None
+        self._activation, self._clamp = None, _clamped_gate_of(module)
         if module.has_gate and not module.has_bias:
             self._activation = gated_activation(module._apply_gate)
         others = [name for name, _ in module.named_parameters(recurse=False)]
@@ -39,8 +39,13 @@ class PackedExperts:
         self._down = self._pack(module, "down_proj", release)
         self.mixture: Any = None
         """All experts for one call of `mix_experts`; None: they are multiplied one by one."""
-        if self._activation is not None and not self._has_norm:
-            self.mixture = operations.pack_mixture(self._up.packed, self._down.packed, self._activation)
+        gate = self._activation or self._clamp
+        if gate is not None and not self._has_norm:
+            biases = None
+            if module.has_bias:
+                of_products = (getattr(module, f"{name}_bias").detach() for name in (self._up_name, "down_proj"))
+                biases = ExpertBiases(*(bias.clone() for bias in of_products))
+            self.mixture = operations.pack_mixture(self._up.packed, self._down.packed, gate, biases)
         # In the order in which every module of transformers has them.
         products = {self._up_name: self._up, "down_proj": self._down}
         hold_parameters(module, products | {name: None for name in others if name not in products})
@@ -123,13 +128,28 @@ class PackedExperts:
             inner = self._up.gated_linear(rows, expert, slots, self._activation)
         else:
             up = self._up.linear(rows, expert, slots, self._bias(module, self._up_name, expert))
-            inner = (module._apply_gate(up) if module.has_gate else module.act_fn(up)).contiguous()
+            inner = self._operations.clamped_gate(up, self._clamp) if self._clamp else self._active(module, up)
         out = self._down.linear(inner, expert, slots, self._bias(module, "down_proj", expert))
         return module.post_expert_norm(out) if self._has_norm else out
 
     @staticmethod
+    def _active(module: Any, up: torch.Tensor) -> torch.Tensor:
+        active: torch.Tensor = module._apply_gate(up) if module.has_gate else module.act_fn(up)
+        return active.contiguous()
+
+    @staticmethod
     def _bias(module: Any, name: str, expert: int) -> torch.Tensor | None:
         return getattr(module, f"{name}_bias")[expert].contiguous() if module.has_bias else None
+
+
+def _clamped_gate_of(module: Any) -> ClampedGate | None:
+    """The gate that a module computes of its products, if it is such a one."""
+    limit, alpha = getattr(module, "limit", None), getattr(module, "alpha", None)
+    if not module.has_gate or not isinstance(limit, float) or not isinstance(alpha, float):
+        return None
+    rows = torch.randn(16, 64, dtype=torch.float32, generator=torch.Generator().manual_seed(0)) * limit
+    gate = ClampedGate(limit, alpha)
+    return gate if torch.allclose(module._apply_gate(rows), gate.of(rows), atol=1e-5) else None
 
 
 def _experts_forward(

@@ -13,7 +13,7 @@ from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.float8 import PackedFloat8Weight
 from baton.runner.backends.cpu.kernels.info import KernelInfo, available
 from baton.runner.backends.cpu.kernels.library import use_isa
-from baton.runner.backends.cpu.kernels.mixture import PackedMixture, mix_experts, route, sum_experts
+from baton.runner.backends.cpu.kernels.mixture import PackedMixture, clamped_gate, mix_experts, route, sum_experts
 from baton.runner.backends.cpu.kernels.product import PackedHeads, PackedWeight, linear_of_heads, pack_heads
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
@@ -57,6 +57,7 @@ __all__ = [
     "adapt",
     "add_rms_norm",
     "available",
+    "clamped_gate",
     "convolve",
     "gate",
     "gated_linear",

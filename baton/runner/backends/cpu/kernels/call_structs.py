@@ -150,10 +150,20 @@ class SumCall(ctypes.Structure):
     ]
 
 
+class ClampCall(ctypes.Structure):
+    _fields_ = [
+        *_fields(_POINTER, "x out"),
+        *_fields(_SIZE, "rows columns rows_per_task"),
+        *_fields(_FLOAT, "limit alpha"),
+    ]
+
+
 class MixtureCall(ctypes.Structure):
     _fields_ = [
         *_fields(LinearCall, "up down"),
-        *_fields(_POINTER, "ups downs x chosen gathered inner quantized"),
+        *_fields(_POINTER, "ups downs up_biases down_biases"),
+        ("clamp", ClampCall),
+        *_fields(_POINTER, "x chosen gathered inner quantized"),
         *_fields(_SIZE, "experts x_stride"),
         ("sum", SumCall),
     ]
@@ -348,7 +358,7 @@ class Operation(ctypes.Structure):
     _fields_ = [
         *_fields(_INT64, "kind which_rows group dtype product second_stride"),
         *_fields(Place, "x out second third fourth fifth"),
-        ("room", Place * 4),
+        ("room", Place * 5),
         ("call", Call),
     ]
 
@@ -385,6 +395,7 @@ _STRUCTURES: dict[str, type[ctypes.Structure | ctypes.Union]] = {
     "multiply_call": MultiplyCall,
     "route_call": RouteCall,
     "sum_call": SumCall,
+    "clamp_call": ClampCall,
     "mixture_call": MixtureCall,
     "activate_call": ActivateCall,
     "add_call": AddCall,

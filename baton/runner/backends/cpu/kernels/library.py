@@ -57,6 +57,7 @@ class Library:
     multiply: Callable[..., int]
     route: Callable[..., int]
     sum_experts: Callable[..., int]
+    clamped_gate: Callable[..., int]
     mixture: Callable[..., int]
     activate: Callable[..., int]
     norm: Callable[..., int]
@@ -113,7 +114,7 @@ def library() -> Library:
     functions.baton_attention.argtypes = [integer, integer, pointer, integer]
     functions.baton_store_kv.argtypes = [pointer]
     of_calls = ("select_keys", "convolve", "recur", "gate", "norm", "multiply", "activate")
-    for name in (*of_calls, "route", "sum_experts", "mixture"):
+    for name in (*of_calls, "route", "sum_experts", "clamped_gate", "mixture"):
         getattr(functions, f"baton_{name}").argtypes = [integer, integer, pointer, integer]
     functions.baton_take_rows.argtypes = [integer, integer, pointer, pointer, pointer, size, size, size, integer]
     functions.baton_rotate.argtypes = [integer, integer] + [pointer] * 3 + [size] * 6 + [integer] * 3
@@ -146,6 +147,7 @@ def library() -> Library:
         multiply=functions.baton_multiply,
         route=functions.baton_route,
         sum_experts=functions.baton_sum_experts,
+        clamped_gate=functions.baton_clamped_gate,
         mixture=functions.baton_mixture,
         activate=functions.baton_activate,
         norm=functions.baton_norm,

@@ -11,30 +11,56 @@ from collections.abc import Sequence
 
 import torch
 
-from baton.runner.backends.cpu.kernels.call_structs import LinearCall, MixtureCall, RouteCall, RoutingScores, SumCall
+from baton.runner.backends.cpu.kernels.call_structs import (
+    ClampCall,
+    LinearCall,
+    MixtureCall,
+    RouteCall,
+    RoutingScores,
+    SumCall,
+)
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.float8 import PackedFloat8Weight
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
-from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, Activation, PackedColumns, PackedWeight
+from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, NOT_GATED, Activation, PackedColumns, PackedWeight
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
 from baton.runner.backends.cpu.kernels.weights import Packed, PackedPart
-from baton.runner.backends.routing import Routing, SharedRows
+from baton.runner.backends.routing import ClampedGate, ExpertBiases, Routing, SharedRows
 
 
 class PackedMixture:
     """The weights of all experts of a mixture: of gate and up, and of down, each kind packed alike."""
 
-    def __init__(self, ups: Sequence[Packed], downs: Sequence[Packed], activation: Activation) -> None:
-        """Raises KernelArgumentError for weights that are not packed alike, or have columns of padding."""
+    def __init__(
+        self,
+        ups: Sequence[Packed],
+        downs: Sequence[Packed],
+        gate: Activation | ClampedGate,
+        biases: ExpertBiases | None = None,
+    ) -> None:
+        """`gate`: an activation for gated weights, or what is computed behind others.
+
+        Raises KernelArgumentError for weights that are not packed alike, or have columns of padding.
+        """
+        clamp = gate if isinstance(gate, ClampedGate) else None
         self.num_experts = len(ups)
-        self.k, self.inner = ups[0].k, ups[0].n
+        self.k, self.inner = ups[0].k, ups[0].n // (1 if clamp is None else 2)
+        self.clamped_width = 0 if clamp is None else ups[0].n
+        """The columns of rows that the gate is computed of; 0: products are gated."""
         first_up, first_down = _alike("ups", ups), _alike("downs", downs)
-        if not first_up.gated or first_down.gated or (first_down.k, first_down.n) != (self.inner, self.k):
-            raise KernelArgumentError("downs", f"must be [{self.k}, {self.inner}], behind gated products")
+        if first_up.gated != (clamp is None) or first_down.gated:
+            raise KernelArgumentError("ups", "must be gated, or have a gate behind them, and downs neither")
+        if (first_down.k, first_down.n) != (self.inner, self.k):
+            raise KernelArgumentError("downs", f"must be [{self.k}, {self.inner}]")
         self.dtype = first_up.dtype if isinstance(first_up, PackedWeight) else None
         """That of the rows; None: any."""
+        self._biases = biases
         self._kept = (ups, downs)
-        self._up, self._down = _expert_call(first_up, ACTIVATIONS[activation]), _expert_call(first_down, 0)
+        self._clamp = ClampCall()
+        if clamp is not None:
+            self._clamp = ClampCall(columns=self.inner, limit=clamp.limit, alpha=clamp.alpha)
+        activation = NOT_GATED if isinstance(gate, ClampedGate) else ACTIVATIONS[gate]
+        self._up, self._down = _expert_call(first_up, activation), _expert_call(first_down, NOT_GATED)
         self._ups, self._downs = (_addresses(weights) for weights in (ups, downs))
         self.gathered_bytes, self.quantized_bytes = _row_bytes(first_up), _row_bytes(first_down)
         """Of a row of quantised x, and of the inner rows quantised; None: they are not."""
@@ -44,8 +70,17 @@ class PackedMixture:
         if self.dtype not in (None, dtype):
             raise KernelArgumentError("x", f"must be {self.dtype}, is {dtype}")
         call = MixtureCall(
-            up=self._up, down=self._down, ups=ctypes.addressof(self._ups), downs=ctypes.addressof(self._downs)
+            up=self._up,
+            down=self._down,
+            ups=ctypes.addressof(self._ups),
+            downs=ctypes.addressof(self._downs),
+            clamp=self._clamp,
         )
+        if self._biases is not None:
+            for name, bias, n in (("up", self._biases.up, call.up.n), ("down", self._biases.down, call.down.n)):
+                if bias.shape != (self.num_experts, n) or bias.dtype != dtype or not bias.is_contiguous():
+                    raise KernelArgumentError(f"{name} bias", f"must be [{self.num_experts}, {n}] {dtype}, contiguous")
+            call.up_biases, call.down_biases = self._biases.up.data_ptr(), self._biases.down.data_ptr()
         for product in (call.up, call.down):
             product.out_dtype, product.out_stride = DTYPES[dtype], product.n
             product.x_stride = product.x_stride or product.k
@@ -157,11 +192,29 @@ def mix_experts(
     gathered = torch.empty(places * (mixture.gathered_bytes or mixture.k * size), dtype=torch.uint8)
     inner = x.new_empty(places, mixture.inner)
     quantized = torch.empty(places * (mixture.quantized_bytes or 0), dtype=torch.uint8)
+    clamped = x.new_empty(places, mixture.clamped_width)
+    call.clamp.x = clamped.data_ptr()
     call.x, call.chosen = x.data_ptr(), chosen.data_ptr()
     call.gathered, call.inner, call.quantized = gathered.data_ptr(), inner.data_ptr(), quantized.data_ptr()
     _complete_sum(call.sum, outs, weights, shared, out)
     lib = library()
     check_status(lib.mixture(lib.isa, DTYPES[x.dtype], ctypes.byref(call), threads))
+    return out
+
+
+def clamped_gate(rows: torch.Tensor, gate: ClampedGate, *, threads: int) -> torch.Tensor:
+    """The gate of rows [T, 2 N], contiguous: [T, N], computed in float32 and rounded once.
+
+    Raises KernelArgumentError for tensors that don't fit.
+    """
+    if rows.ndim != 2 or rows.shape[1] % 2 or rows.dtype not in DTYPES or not rows.is_contiguous() or not rows.is_cpu:
+        raise KernelArgumentError("rows", f"must be [T, 2 N], contiguous, on the CPU, are {tuple(rows.shape)}")
+    out = rows.new_empty(rows.shape[0], rows.shape[1] // 2)
+    call = ClampCall(
+        x=rows.data_ptr(), out=out.data_ptr(), rows=len(rows), columns=out.shape[1], limit=gate.limit, alpha=gate.alpha
+    )
+    lib = library()
+    check_status(lib.clamped_gate(lib.isa, DTYPES[rows.dtype], ctypes.byref(call), threads))
     return out
 
 

@@ -254,6 +254,7 @@ class Program:
                 ("inner rows", mixture.inner * size),
                 ("quantized rows", mixture.quantized_bytes or 0),
                 ("rows of experts", mixture.k * size),
+                ("clamped rows", mixture.clamped_width * size),
             )
         ]
         out = self._out(into, mixture.k, x.sampled)
@@ -661,7 +662,7 @@ class Program:
         places = [self._place(rows) for rows in (x, out, *operands, *[None] * (4 - len(operands)))]
         second = operands[0] if operands else None
         stride = 0 if second is None else second.stride
-        of_room = (Place * 4)(*(self._place(rows) for rows in (*room, *[None] * (4 - len(room)))))
+        of_room = (Place * 5)(*(self._place(rows) for rows in (*room, *[None] * (5 - len(room)))))
         which = of is not None and of.sampled
         self._recorded.append(Operation(kind, which, group, DTYPES[dtype], product, stride, *places, of_room, call))
         self._num_groups = max(self._num_groups, group + 1)

@@ -39,7 +39,7 @@ const struct isa isa_avx512 = {
     {select_keys_float32, select_keys_bfloat16},
     {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, {shrink_float32, shrink_bfloat16},
     {convolve_float32, convolve_bfloat16}, {recur_float32, recur_bfloat16}, {gate_float32, gate_bfloat16}, {multiply_float32, multiply_bfloat16},
-    {route_float32, route_bfloat16}, {sum_experts_float32, sum_experts_bfloat16},
+    {route_float32, route_bfloat16}, {sum_experts_float32, sum_experts_bfloat16}, {clamped_gate_float32, clamped_gate_bfloat16},
     {activate_float32, activate_bfloat16}, {add_float32, add_bfloat16}, 1, TALL_ROWS, 512, 0, &quantized_avx512_vnni};
 
 /* Products with quantized weights, for all instruction sets from here up. AMX has tiles of 8-bit integers, too: to be measured on a

@@ -167,6 +167,13 @@ struct work route_work(struct route_call *call, const struct isa *isa, enum dtyp
     return work;
 }
 
+struct work clamp_work(struct clamp_call *call, const struct isa *isa, enum dtype dtype) {
+    struct work work = {.function = isa->clamped_gate[dtype], .job = call};
+    call->rows_per_task = worthwhile(2 * call->columns);
+    work.n_tasks = (call->rows + call->rows_per_task - 1) / call->rows_per_task;
+    return work;
+}
+
 struct work sum_work(struct sum_call *call, const struct isa *isa, enum dtype dtype) {
     struct work work = {.function = isa->sum_experts[dtype], .job = call};
     call->rows_per_task = worthwhile(call->n * call->most);
@@ -309,6 +316,11 @@ int baton_gate(int isa, int dtype, struct gate_call *call, int n_threads) {
 
 int baton_route(int isa, int dtype, struct route_call *call, int n_threads) {
     struct work work = route_work(call, isas[isa], (enum dtype)dtype);
+    return run_works(&work, 1, n_threads, NULL);
+}
+
+int baton_clamped_gate(int isa, int dtype, struct clamp_call *call, int n_threads) {
+    struct work work = clamp_work(call, isas[isa], (enum dtype)dtype);
     return run_works(&work, 1, n_threads, NULL);
 }
 

@@ -203,10 +203,21 @@ struct sum_call {
     float factor;
 };
 
+/* The gate of gpt-oss, (u + 1) * g * sigmoid(alpha * g), where g is the first of two neighbours and at most the limit, and u the second
+ * and within it. */
+struct clamp_call {
+    const void *x; /* [rows, 2 * columns], contiguous */
+    void *out;     /* [rows, columns], contiguous */
+    size_t rows, columns, rows_per_task;
+    float limit, alpha;
+};
+
 /* The experts of a mixture, gated MLPs that are all packed alike, and the rows that they compute (mixture.c). */
 struct mixture_call {
     struct linear_call up, down;            /* of one expert, without what depends on the step */
     const void *const *ups, *const *downs;  /* [experts]: the packed weights */
+    const void *up_biases, *down_biases;    /* [experts, n] or NULL */
+    struct clamp_call clamp;                /* columns 0: up is gated; otherwise it is not, and x is room as the others */
     const void *x;                          /* [rows, up.k]; x_stride: elements from row to row */
     const int32_t *chosen;                  /* [rows, sum.most]: an expert beyond the last one computes nothing */
     void *gathered, *inner, *quantized;     /* room for each chosen expert's row: of x, of up's result and, for a quantized down, of that */
@@ -456,6 +467,7 @@ struct isa {
     task_function multiply[2];
     task_function route[2];
     task_function sum_experts[2];
+    task_function clamped_gate[2];
     task_function activate[2];
     task_function add[2];
     size_t step_pairs;   /* pairs of k in a step of packed bfloat16 weights */
@@ -521,11 +533,12 @@ struct work shrink_work(struct shrink_call *call, const struct isa *isa, enum dt
 struct work gate_work(struct gate_call *call, const struct isa *isa, enum dtype dtype);
 struct work multiply_work(struct multiply_call *call, const struct isa *isa, enum dtype dtype);
 struct work route_work(struct route_call *call, const struct isa *isa, enum dtype dtype);
+struct work clamp_work(struct clamp_call *call, const struct isa *isa, enum dtype dtype);
 struct work sum_work(struct sum_call *call, const struct isa *isa, enum dtype dtype);
 /* How much scratch any product of at most `rows` rows needs, however it is cut into tasks. */
 size_t linear_scratch_bytes(const struct linear_call *call, size_t rows, const struct isa *isa, enum dtype dtype);
 /* Which expert computes which rows of a step, and memory for it; the caller frees it, also after an error. */
-enum { MIXTURE_WORKS = 6 };
+enum { MIXTURE_WORKS = 7 };
 struct mixture_job {
     struct mixture_call *call;
     struct mixture_plan *plan;

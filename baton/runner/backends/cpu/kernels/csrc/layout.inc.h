@@ -80,8 +80,13 @@ static const struct layout_entry layout[] = {
     FIELD(sum_call, out), FIELD(sum_call, rows), FIELD(sum_call, most), FIELD(sum_call, n), FIELD(sum_call, rows_per_task),
     FIELD(sum_call, factor),
 
+    WHOLE(struct clamp_call, "clamp_call"),
+    FIELD(clamp_call, x), FIELD(clamp_call, out), FIELD(clamp_call, rows), FIELD(clamp_call, columns),
+    FIELD(clamp_call, rows_per_task), FIELD(clamp_call, limit), FIELD(clamp_call, alpha),
+
     WHOLE(struct mixture_call, "mixture_call"),
     FIELD(mixture_call, up), FIELD(mixture_call, down), FIELD(mixture_call, ups), FIELD(mixture_call, downs), FIELD(mixture_call, x),
+    FIELD(mixture_call, up_biases), FIELD(mixture_call, down_biases), FIELD(mixture_call, clamp),
     FIELD(mixture_call, chosen), FIELD(mixture_call, gathered), FIELD(mixture_call, inner), FIELD(mixture_call, quantized),
     FIELD(mixture_call, experts), FIELD(mixture_call, x_stride), FIELD(mixture_call, sum),
 

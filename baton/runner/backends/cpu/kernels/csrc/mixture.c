@@ -47,10 +47,17 @@ int plan_mixture(struct mixture_job *job, struct mixture_call *call, const struc
     plan->places = plan->counts + call->experts;
     plan->rows = plan->places + most_places;
     call->sum.places = plan->places;
+    call->clamp.out = call->inner;
     return STATUS_OK;
 }
 
 void free_mixture_plan(struct mixture_job *job) { free(job->plan); }
+
+static int is_clamped(const struct mixture_call *call) { return call->clamp.columns > 0; }
+
+static const void *bias_of(const void *biases, int32_t expert, size_t n, enum dtype dtype) {
+    return biases == NULL ? NULL : (const char *)biases + (size_t)expert * n * item_size(dtype);
+}
 
 /* Cuts the product of an expert's rows into tasks; returns how many there are. */
 static size_t cut(struct linear_call *call, task_function *function, const struct mixture_job *job, const struct expert *expert) {
@@ -90,10 +97,12 @@ static void divide_rows(const void *given, size_t task, void *scratch) {
         expert->up = call->up;
         expert->up.packed = call->ups[expert->number];
         expert->up.x = (char *)call->gathered + at * row_bytes(&call->up, job->dtype);
-        expert->up.out = (char *)call->inner + at * call->up.n * item_size(job->dtype);
+        expert->up.out = (char *)(uintptr_t)(is_clamped(call) ? call->clamp.x : call->inner) + at * call->up.n * item_size(job->dtype);
+        expert->up.bias = bias_of(call->up_biases, expert->number, call->up.n, job->dtype);
         expert->down = call->down;
         expert->down.packed = call->downs[expert->number];
         expert->down.x = (const char *)(call->down.format == NULL ? call->inner : call->quantized) + at * row_bytes(&call->down, job->dtype);
+        expert->down.bias = bias_of(call->down_biases, expert->number, call->down.n, job->dtype);
         expert->down.out = (char *)(uintptr_t)call->sum.outs + at * call->down.n * item_size(job->dtype);
         expert->up_end = up_end += cut(&expert->up, &expert->up_function, job, expert);
         expert->down_end = down_end += cut(&expert->down, &expert->down_function, job, expert);
@@ -122,10 +131,18 @@ static void gather_rows(const void *given, size_t task, void *scratch) {
         take_row(&call->up, job, (const char *)call->x + (size_t)job->plan->rows[i] * stride, (char *)call->gathered + i * bytes);
 }
 
+static void gate_inner(const void *given, size_t task, void *scratch) {
+    const struct mixture_job *job = given;
+    struct clamp_call call = job->call->clamp;
+    call.rows = job->plan->num_places;
+    call.rows_per_task = GATHERED_ROWS;
+    if (task * GATHERED_ROWS < call.rows) job->isa->clamped_gate[job->dtype](&call, task, scratch);
+}
+
 static void quantize_inner(const void *given, size_t task, void *scratch) {
     const struct mixture_job *job = given;
     const struct mixture_call *call = job->call;
-    const size_t begin = task * GATHERED_ROWS, bytes = row_bytes(&call->down, job->dtype), stride = call->up.n * item_size(job->dtype);
+    const size_t begin = task * GATHERED_ROWS, bytes = row_bytes(&call->down, job->dtype), stride = call->down.k * item_size(job->dtype);
     (void)scratch;
     for (size_t i = begin; i < begin + GATHERED_ROWS && i < job->plan->num_places; i++)
         take_row(&call->down, job, (const char *)call->inner + i * stride, (char *)call->quantized + i * bytes);
@@ -172,6 +189,7 @@ size_t mixture_works(struct mixture_job *job, struct work works[MIXTURE_WORKS]) 
     works[count++] = (struct work){.function = gather_rows, .job = job, .n_tasks = gathers};
     works[count++] = (struct work){.function = multiply_up, .job = job, .n_tasks = threads,
                                    .scratch_bytes = linear_scratch_bytes(&call->up, rows, job->isa, job->dtype)};
+    if (is_clamped(call)) works[count++] = (struct work){.function = gate_inner, .job = job, .n_tasks = gathers};
     if (call->down.format != NULL) works[count++] = (struct work){.function = quantize_inner, .job = job, .n_tasks = gathers};
     works[count++] = (struct work){.function = multiply_down, .job = job, .n_tasks = threads,
                                    .scratch_bytes = linear_scratch_bytes(&call->down, rows, job->isa, job->dtype)};

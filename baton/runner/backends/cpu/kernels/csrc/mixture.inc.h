@@ -132,3 +132,33 @@ TARGET static void sum_experts_bfloat16(const void *job, size_t task, void *scra
     (void)scratch;
     sum_rows(DTYPE_BFLOAT16, job, task);
 }
+
+/* Some numbers' even or odd neighbours, from an index on. */
+INLINE v16 load_neighbours(const enum dtype dtype, const void *x, size_t index, size_t count, int odd) {
+    const size_t size = dtype == DTYPE_FLOAT32 ? 4 : 2;
+    uint32_t part[LANES] = {0};
+    for (size_t i = 0; i < count; i++) memcpy((char *)part + i * size, (const char *)x + (index + 2 * i + (size_t)odd) * size, size);
+    return load_lanes(dtype, part, 0, LANES);
+}
+
+INLINE void clamp_rows(const enum dtype dtype, const struct clamp_call *call, size_t task) {
+    size_t row = task * call->rows_per_task, end = row + call->rows_per_task < call->rows ? row + call->rows_per_task : call->rows;
+    const v16 high = v_set1(call->limit), low = v_set1(-call->limit);
+    for (; row < end; row++)
+        for (size_t i = 0; i < call->columns; i += LANES) {
+            const size_t count = lanes_left(i, call->columns), from = (row * call->columns + i) * 2;
+            const v16 gate = v_min(high, load_neighbours(dtype, call->x, from, count, 0)); /* NaN passes */
+            const v16 up = v_max(low, v_min(high, load_neighbours(dtype, call->x, from, count, 1)));
+            const v16 gated = v_times_sigmoid(gate, v_mul(gate, v_set1(call->alpha)));
+            store_lanes(dtype, call->out, row * call->columns + i, count, v_mul(v_add(up, v_set1(1.0f)), gated));
+        }
+}
+
+TARGET static void clamped_gate_float32(const void *job, size_t task, void *scratch) {
+    (void)scratch;
+    clamp_rows(DTYPE_FLOAT32, job, task);
+}
+TARGET static void clamped_gate_bfloat16(const void *job, size_t task, void *scratch) {
+    (void)scratch;
+    clamp_rows(DTYPE_BFLOAT16, job, task);
+}

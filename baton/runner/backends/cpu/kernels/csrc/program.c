@@ -86,7 +86,7 @@ struct operation {
     int64_t dtype;                   /* of x: an enum dtype */
     int64_t product, second_stride;  /* of a product that adapters may change, its number; -1: none does */
     struct place x, out, second, third, fourth, fifth;
-    struct place room[4]; /* of a mixture: gathered, inner, quantized, outs */
+    struct place room[5]; /* of a mixture: gathered, inner, quantized, outs, and rows that are clamped */
     union call call; /* without the fields that depend on the step */
 };
 
@@ -334,6 +334,7 @@ static int prepare(struct prepared *to, struct work *works, size_t *n_works, con
         call->mixture.inner = at(step, op->room[1]);
         call->mixture.quantized = at(step, op->room[2]);
         call->mixture.sum.outs = at(step, op->room[3]);
+        call->mixture.clamp.x = at(step, op->room[4]);
         call->mixture.sum.weights = at(step, op->third);
         call->mixture.sum.shared = at(step, op->fourth);
         call->mixture.sum.gate = at(step, op->fifth);

@@ -1,26 +1,27 @@
 /* Kernels that treat each row alone: norms, gates, products and sums of rows, activations and rotary positions. Included after functions.inc.h. */
 
-/* Up to 16 numbers less a mean; the other lanes are zero. */
-INLINE v16 load_around(const enum dtype dtype, const void *x, size_t index, size_t count, v16 mean) {
+/* Up to 16 numbers, with `around` less a mean; the other lanes are zero. */
+INLINE v16 load_around(const enum dtype dtype, const int around, const void *x, size_t index, size_t count, v16 mean) {
     float part[LANES];
+    if (!around) return load_lanes(dtype, x, index, count);
     v16 v = v_sub(load_lanes(dtype, x, index, count), mean);
     if (count == LANES) return v;
     v_store(part, v);
     return load_lanes(DTYPE_FLOAT32, part, 0, count);
 }
 
-/* The sum of n numbers less a mean, or of their squares. */
-INLINE float total_of(const int squared, const enum dtype dtype, const void *x, size_t from, size_t n, v16 mean) {
+/* The sum of n numbers, with `around` less a mean, or of their squares. */
+INLINE float total_of(const int squared, const enum dtype dtype, const int around, const void *x, size_t from, size_t n, v16 mean) {
     v16 sums[4] = {v_zero(), v_zero(), v_zero(), v_zero()};
     for (size_t i = 0; i < n; i += 4 * LANES) /* four independent sums hide the latency of an addition */
         for (size_t j = 0; j < 4 && i + j * LANES < n; j++) {
-            v16 value = load_around(dtype, x, from + i + j * LANES, lanes_left(i + j * LANES, n), mean);
+            v16 value = load_around(dtype, around, x, from + i + j * LANES, lanes_left(i + j * LANES, n), mean);
             sums[j] = squared ? v_fma(value, value, sums[j]) : v_add(value, sums[j]);
         }
     return v_total(v_add(v_add(sums[0], sums[1]), v_add(sums[2], sums[3])));
 }
 
-INLINE void norm_row(const enum dtype dtype, const struct norm_call *call, size_t from, size_t gate, size_t weights, size_t to) {
+INLINE void norm_row(const enum dtype dtype, const int around, const struct norm_call *call, size_t from, size_t gate, size_t weights, size_t to) {
     const size_t n = call->n;
     const void *x = call->x;
     if (call->residual != NULL) {
@@ -33,16 +34,16 @@ INLINE void norm_row(const enum dtype dtype, const struct norm_call *call, size_
         from = to;
     }
     v16 mean = v_zero();
-    if (call->around_mean) mean = v_set1(total_of(0, dtype, x, from, n, mean) / (float)n);
-    v16 factor = v_set1(1.0f / sqrtf(total_of(1, dtype, x, from, n, mean) / (float)n + call->eps));
+    if (around) mean = v_set1(total_of(0, dtype, 0, x, from, n, mean) / (float)n);
+    v16 factor = v_set1(1.0f / sqrtf(total_of(1, dtype, around, x, from, n, mean) / (float)n + call->eps));
     for (size_t i = 0; i < n; i += LANES) {
         size_t count = lanes_left(i, n);
-        v16 normal = v_mul(load_around(dtype, x, from + i, count, mean), factor);
+        v16 normal = v_mul(load_around(dtype, around, x, from + i, count, mean), factor);
         v16 weight = load_lanes(dtype, call->weight, weights + i, count);
         if (call->gate != NULL) {
             v16 by = load_lanes(dtype, call->gate, gate + i, count);
             normal = v_mul(v_mul(normal, weight), v_times_sigmoid(call->has_sigmoid_gate ? v_set1(1.0f) : by, by));
-        } else if (call->around_mean)
+        } else if (around)
             normal = v_fma(normal, weight, call->bias == NULL ? v_zero() : load_lanes(dtype, call->bias, i, count));
         else if (call->plus_one)
             normal = v_mul(normal, v_add(v_set1(1.0f), weight));
@@ -52,22 +53,30 @@ INLINE void norm_row(const enum dtype dtype, const struct norm_call *call, size_
     }
 }
 
-INLINE void norm_rows(const enum dtype dtype, const struct norm_call *call, size_t task) {
+INLINE void norm_rows(const enum dtype dtype, const int around, const struct norm_call *call, size_t task) {
     size_t row = task * call->rows_per_task, end = row + call->rows_per_task < call->rows ? row + call->rows_per_task : call->rows;
     for (; row < end; row++)
         for (size_t column = 0; column < call->columns; column++)
-            norm_row(dtype, call, row * call->stride[0] + column * call->stride[1],
+            norm_row(dtype, around, call, row * call->stride[0] + column * call->stride[1],
                      row * call->gate_stride[0] + column * call->gate_stride[1], column * call->weight_stride,
                      (row * call->columns + column) * call->n);
 }
 
+/* Kinds of norms apart, so that one around zero does not pay for a mean. */
+INLINE void norm_rows_of_kind(const enum dtype dtype, const struct norm_call *call, size_t task) {
+    if (call->around_mean)
+        norm_rows(dtype, 1, call, task);
+    else
+        norm_rows(dtype, 0, call, task);
+}
+
 TARGET static void rms_norm_float32(const void *job, size_t task, void *scratch) {
     (void)scratch;
-    norm_rows(DTYPE_FLOAT32, job, task);
+    norm_rows_of_kind(DTYPE_FLOAT32, job, task);
 }
 TARGET static void rms_norm_bfloat16(const void *job, size_t task, void *scratch) {
     (void)scratch;
-    norm_rows(DTYPE_BFLOAT16, job, task);
+    norm_rows_of_kind(DTYPE_BFLOAT16, job, task);
 }
 
 INLINE void gate_rows(const enum dtype dtype, const struct gate_call *call, size_t task) {

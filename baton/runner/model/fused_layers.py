@@ -242,6 +242,21 @@ Angles = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class QueryScale:
+    """What queries are multiplied with at each position: 1 + beta * ln(1 + floor(position / length))."""
+
+    beta: float
+    length: float
+
+    def times(self, angles: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Cosines or sines [T, R] of positions, int64 [T], which rotate queries and multiply them with that."""
+        # torch's logarithm rounds differently in the tail of a tensor, which float64 hides from narrower angles.
+        at = positions.to(angles.device, torch.float64)
+        factors = 1 + self.beta * torch.log1p(torch.floor(at / self.length))
+        return (angles * factors[:, None].float()).to(angles.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class Rotation:
     """What an attention layer does with queries and keys between their product and the attention."""
 
@@ -256,9 +271,15 @@ class Rotation:
     bound: float | None = None
     """What queries, keys and values are before anything else if they exceed it, in either direction; None: they may."""
 
-    def arranged(self, angles: torch.Tensor) -> torch.Tensor:
-        """Cosines or sines [T, R] with two equal halves, as the operations take them, from those of the model."""
-        return whole_angles(angles, self.layout)
+    query_scale: QueryScale | None = None
+    """Of layers in which all columns of heads are rotated; None: queries are multiplied with nothing."""
+
+    def arranged(self, angles: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Cosines or sines [T, R] with two equal halves, as the operations take them, from those of the model.
+
+        With a scale of queries, which needs `positions`, int64 [T], theirs follow those of keys: [T, 2 R].
+        """
+        return whole_angles(angles, self.layout, self.query_scale, positions)
 
 
 class AttentionWeights(NamedTuple):
@@ -309,6 +330,7 @@ class CalledAsAttention(nn.Module, ABC):
         hidden_states: torch.Tensor,
         position_embeddings: Angles | None = None,
         attention_mask: object = None,
+        position_ids: torch.Tensor | None = None,
         *_: Any,
         **__: Any,
     ) -> tuple[torch.Tensor, None]:
@@ -317,7 +339,8 @@ class CalledAsAttention(nn.Module, ABC):
         if position_embeddings is None:  # a layer without rotation among others that have one
             cos = sin = x.new_empty(x.shape[0], 0)
         else:
-            cos, sin = (self.rotation.arranged(angles[0]) for angles in cos_and_sin(position_embeddings))
+            at = None if position_ids is None else position_ids[0]
+            cos, sin = (self.rotation.arranged(angles[0], at) for angles in cos_and_sin(position_embeddings))
         return self.rows(x, cos, sin).unsqueeze(0), None
 
 
@@ -413,13 +436,17 @@ class FusedAttention(CalledAsAttention, HasProducts):
         if self._gates is not None:
             gates = self._gates.linear(x)
         query_norm, key_norm = self._norms
-        if self._rotates_first:
-            self._rotate_both(qkv, query, key, cos, sin)
+        (query_cos, cos), (query_sin, sin) = self._angles_of_both(cos), self._angles_of_both(sin)
+        if self._rotates_first and (self._has_gates_in_queries or query_cos is not cos):
+            self._rotate(query, query_cos, query_sin)
+            self._rotate(key, cos, sin)
+        elif self._rotates_first:
+            self._rotate(qkv[:, :values].view(count, -1, dim), cos, sin)
         if query_norm is not None and key_norm is not None:
             query = self._normed(query, query_norm, self.own_heads.queries)
             key = self._normed(key, key_norm, self.own_heads.kv)
         if not self._rotates_first:
-            self._rotate(query, cos, sin)
+            self._rotate(query, query_cos, query_sin)
             self._rotate(key, cos, sin)
         if sample_rows is not None:
             query, gates = query[sample_rows], gates[sample_rows]
@@ -449,15 +476,18 @@ class FusedAttention(CalledAsAttention, HasProducts):
         every = every.view(x.shape[0], -1, width)[:, ::alike].reshape(x.shape[0], -1)
         return heads_in(norm.rows(every).view(x.shape[0], -1, self._head_dim), own)
 
-    def _rotate_both(
-        self, qkv: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> None:
-        """Rotate queries and keys in their product's rows."""
-        if self._has_gates_in_queries:
-            self._rotate(query, cos, sin)
-            self._rotate(key, cos, sin)
-        else:
-            self._rotate(qkv[:, : self._ends[2]].view(qkv.shape[0], -1, self._head_dim), cos, sin)
+    def _angles_of_both(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cosines or sines of queries and of keys."""
+        if self.rotation.query_scale is None:
+            return angles, angles
+        of_keys, of_queries = angles.chunk(2, dim=1)
+        return of_queries.contiguous(), of_keys.contiguous()
+
+    def _recorded_angles_of_both(self, angles: Rows) -> tuple[Rows, Rows]:
+        if self.rotation.query_scale is None:
+            return angles, angles
+        half = angles.width // 2
+        return angles.columns(half, angles.width), angles.columns(0, half)
 
     def record(
         self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
@@ -474,14 +504,17 @@ class FusedAttention(CalledAsAttention, HasProducts):
         if self._gates is not None:
             gates = self._gates.record(program, x, None, into="gates")
         query_norm, key_norm = self._norms
-        if self._rotates_first:
-            for turned in (query, key) if self._has_gates_in_queries else (qkv.columns(0, values),):
-                self._record_rotation(program, turned, cos, sin)
+        (query_cos, cos), (query_sin, sin) = self._recorded_angles_of_both(cos), self._recorded_angles_of_both(sin)
+        if self._rotates_first and (self._has_gates_in_queries or query_cos is not cos):
+            self._record_rotation(program, query, query_cos, query_sin)
+            self._record_rotation(program, key, cos, sin)
+        elif self._rotates_first:
+            self._record_rotation(program, qkv.columns(0, values), cos, sin)
         if query_norm is not None and key_norm is not None:
             query = self._record_norm(program, query, query_norm, into="query")
             key = self._record_norm(program, key, key_norm, into="key")
         if not self._rotates_first:
-            self._record_rotation(program, query, cos, sin)
+            self._record_rotation(program, query, query_cos, query_sin)
             self._record_rotation(program, key, cos, sin)
         if sampling:
             query = program.take_sampled(query, into="sampled query")
@@ -512,12 +545,21 @@ def cos_and_sin(angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
     return (angles.real, angles.imag) if isinstance(angles, torch.Tensor) else angles
 
 
-def whole_angles(angles: torch.Tensor, layout: AngleLayout) -> torch.Tensor:
-    """Cosines or sines [T, R] with two equal halves, from angles [T, R] or, where they are of one half, [T, R / 2]."""
+def whole_angles(
+    angles: torch.Tensor, layout: AngleLayout, scale: QueryScale | None = None, positions: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Cosines or sines [T, R] with two equal halves, from angles [T, R] or, where they are of one half, [T, R / 2].
+
+    With a scale those of queries at these positions follow: [T, 2 R].
+    """
     if layout == "halves":
-        return angles.contiguous()
-    half = angles if layout == "half" else angles[:, ::2]
-    return torch.cat((half, half), dim=-1)
+        whole = angles.contiguous()
+    else:
+        half = angles if layout == "half" else angles[:, ::2]
+        whole = torch.cat((half, half), dim=-1)
+    if scale is None or positions is None:
+        return whole
+    return torch.cat((whole, scale.times(whole, positions)), dim=-1)
 
 
 def joined_bias(weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

@@ -33,6 +33,7 @@ from baton.runner.model.fused_layers import (
     FusedNorm,
     OutputGate,
     PlainMlp,
+    QueryScale,
     Rotation,
 )
 from baton.runner.model.states.layer_functions import keep_states_in_cache
@@ -88,7 +89,7 @@ def fuse(module: nn.Module, operations: Operations, row_quantum: int, release: R
     widths = angle_widths(module)
     with torch.inference_mode():
         _use_linear_layers(module)
-        like = next((p.detach().flatten()[:0] for p in module.parameters() if p.is_floating_point()), torch.empty(0))
+        like = _like_weights(module)
         angle_dtypes = angle_dtypes_of(module)
         for parent, name, child in children_of(module):
             norm = _fused_norm(child, operations, generator) or _fused_layer_norm(child, operations, generator, like)
@@ -113,6 +114,16 @@ def fuse(module: nn.Module, operations: Operations, row_quantum: int, release: R
             release(child)
         _fuse_activations(module, operations)
     return why_not
+
+
+def _like_weights(module: nn.Module) -> torch.Tensor:
+    """No numbers, in the dtype and on the device of the weights of products."""
+    for part in module.modules():
+        if isinstance(part, StoredLinear):
+            return torch.empty(0, dtype=part.dtype, device=part.device)
+        if isinstance(part, nn.Linear):
+            return part.weight.detach().new_empty(0)
+    return torch.empty(0, dtype=torch.float32)
 
 
 def _use_linear_layers(module: nn.Module) -> None:
@@ -410,7 +421,9 @@ def echoed(child: nn.Module, x: torch.Tensor, given: Angles) -> tuple[EchoAttent
     object.__setattr__(child, "baton_attend", echo)
     # Layers without any rotation hand on to attention what they don't know.
     takes_angles = "position_embeddings" in inspect.signature(type(child).forward).parameters
-    angles = {"position_embeddings": given} if takes_angles else {}
+    angles: dict[str, Any] = {"position_embeddings": given} if takes_angles else {}
+    if "position_ids" in inspect.signature(type(child).forward).parameters:
+        angles["position_ids"] = _places(x.shape[1]).to(x.device)[None]
     return echo, child(hidden_states=x, attention_mask=None, **angles)[0]
 
 
@@ -467,15 +480,34 @@ def _rotation(
         given = given.view(len(x), heads[0], 3, -1).transpose(1, 2).flatten(1, 2)
     query, key = given[:, : heads[0]], given[:, heads[0] : heads[0] + heads[1]]
     factors = (1.0, *(number for number in vars(child).values() if isinstance(number, float) and number > 0.0))
-    for factor, kind, norms_last in product(dict.fromkeys(factors), KINDS, (False, True)):
-        rotation = Rotation(kind, layout, norms_last, factor, bound)
-        cos_sin = [rotation.arranged(angles) for angles in (cos, sin)]
-        if kind != "none" and cos_sin[0].shape[1] > query.shape[2]:
+    kinds = product(_query_scales(child), dict.fromkeys(factors), KINDS, (False, True))
+    for scale, factor, kind, norms_last in kinds:
+        rotation = Rotation(kind, layout, norms_last, factor, bound, scale)
+        of_keys = [rotation.arranged(angles, _places(len(x))) for angles in (cos, sin)]
+        of_queries = of_keys
+        if scale is not None:
+            of_keys, of_queries = ([angles.chunk(2, dim=1)[part] for angles in of_keys] for part in range(2))
+        width = of_keys[0].shape[1]
+        if kind != "none" and width > query.shape[2]:
             continue
-        turned = [_turned(rows, norm, rotation, cos_sin) for rows, norm in zip((query, key), norms, strict=True)]
+        if scale is not None and (kind == "none" or norms_last or width != query.shape[2]):
+            continue
+        turned = [_turned(query, norms[0], rotation, of_queries), _turned(key, norms[1], rotation, of_keys)]
         if _agree_in_parts(expected[0], turned[0] * factor) and _agree_in_parts(expected[1], turned[1]):
             return rotation
     return None
+
+
+def _query_scales(child: Any) -> tuple[QueryScale | None, ...]:
+    """How queries may be multiplied at each position, by the configuration of a layer."""
+    rope = getattr(getattr(child, "config", None), "rope_parameters", None) or {}
+    beta, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    return (None,) if not beta or not length else (None, QueryScale(beta, length))
+
+
+def _places(num_rows: int) -> torch.Tensor:
+    """The positions of compared rows, int64 [num_rows], some of them behind the lengths of most models' training."""
+    return torch.arange(num_rows) * 8000
 
 
 def _turned(
@@ -501,7 +533,8 @@ def _same_attention(
     theirs, expected = echoed(child, x, (cos, sin))
     ours = EchoAttention(fused.rotation.query_factor)
     object.__setattr__(fused, "baton_attend", ours)
-    out = fused.rows(x[0], fused.rotation.arranged(cos[0]), fused.rotation.arranged(sin[0]))
+    places = _places(x.shape[1])
+    out = fused.rows(x[0], fused.rotation.arranged(cos[0], places), fused.rotation.arranged(sin[0], places))
     own = fused.own_heads
     seen = (heads_in(rows, heads) for rows, heads in zip(theirs.seen[0], (own.queries, own.kv, own.kv), strict=True))
     pairs = zip(seen, ours.seen[0], strict=True)

@@ -219,10 +219,10 @@ WITHOUT_OWN_LOOP = {
     *("bitnet", "jetmoe", "mimo_v2_flash", "nanochat"),  # other norms, other heads of values
     *("bailing_hybrid", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "mamba", "zamba2"),  # states
     "mamba2",  # sums in float32
-    *("gemma3n_text", "llama4_text", "ministral3"),  # rows of each layer, positions in the attention
+    *("gemma3n_text", "llama4_text"),  # rows of each layer, positions in the attention
 }
 WITH_PROGRAM = {
-    *("llama", "qwen2", "qwen3", "mistral", "phi3", "ministral", "seed_oss"),
+    *("llama", "qwen2", "qwen3", "mistral", "phi3", "ministral", "ministral3", "seed_oss"),
     *("gemma", "gemma2", "gemma3_text", "vaultgemma", "exaone4", "smollm3", "hunyuan_v1_dense"),
     *("ernie4_5", "glm", "glm4", "helium", "olmo", "olmo2", "olmo3"),
     *("lfm2", "qwen3_5_text", "lfm3", "granite", "granite_swa", "bamba", "olmo_hybrid"),

@@ -220,7 +220,7 @@ def test_a_loop_that_computes_something_else_stays_with_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = RotaryTable._stacked
-    monkeypatch.setattr(RotaryTable, "_stacked", lambda self, angles: -original(self, angles))
+    monkeypatch.setattr(RotaryTable, "_stacked", lambda self, angles, at: -original(self, angles, at))
     runner = loaded(tmp_path)
     assert fused(runner) == (3, 3, 7)
     assert not runner._transformer.has_own_loop

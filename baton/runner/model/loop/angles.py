@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from baton.runner.backends.cpu.kernels.buffers import Rows
-from baton.runner.model.fused_layers import AngleLayout, Angles, cos_and_sin, whole_angles
+from baton.runner.model.fused_layers import AngleLayout, Angles, QueryScale, cos_and_sin, whole_angles
 from baton.runner.model.long_angles import LongAngles
 
 _PIECE = 1024
@@ -27,6 +27,8 @@ class AngleKind:
     arguments: Mapping[str, Any]
     """What the rotary module is told besides rows and positions: the kind of the layer, for instance."""
     layout: AngleLayout
+    query_scale: QueryScale | None = None
+    """If the layers multiply queries by position, how; then angles of queries follow those of keys."""
 
 
 class RotaryTable:
@@ -38,6 +40,7 @@ class RotaryTable:
         self._arguments = kind.arguments
         self._like = like
         self._layout = kind.layout
+        self._query_scale = kind.query_scale
         self._longest = longest
         self._pieces: list[torch.Tensor] = []
         self._table = like
@@ -78,16 +81,16 @@ class RotaryTable:
             at = torch.arange(piece * _PIECE, (piece + 1) * _PIECE, device=self._like.device)[None]
             at = at.clamp(max=self._longest - 1)
             if isinstance(rotary, LongAngles):
-                self._pieces.append(self._stacked(rotary.short(self._like, at, **self._arguments)))
-                self._long_pieces.append(self._stacked(rotary.long(self._like, at, **self._arguments)))
+                self._pieces.append(self._stacked(rotary.short(self._like, at, **self._arguments), at[0]))
+                self._long_pieces.append(self._stacked(rotary.long(self._like, at, **self._arguments), at[0]))
                 self._long_table = torch.cat(self._long_pieces, dim=1)
             else:
-                self._pieces.append(self._stacked(rotary(self._like, at, **self._arguments)))
+                self._pieces.append(self._stacked(rotary(self._like, at, **self._arguments), at[0]))
         self._table = torch.cat(self._pieces, dim=1)
 
-    def _stacked(self, angles: Angles) -> torch.Tensor:
-        """Cosines and sines [2, T, R] of what a rotary module gives for positions [1, T]."""
-        return torch.stack([whole_angles(part[0], self._layout) for part in cos_and_sin(angles)])
+    def _stacked(self, angles: Angles, at: torch.Tensor) -> torch.Tensor:
+        """Cosines and sines [2, T, R] of what a rotary module gives for positions [T]."""
+        return torch.stack([whole_angles(part[0], self._layout, self._query_scale, at) for part in cos_and_sin(angles)])
 
     def _find_axes(self) -> torch.Tensor:
         """Find out which angles change with which of a position's three numbers."""

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from baton.runner.model.attention import EchoAttention, UnsupportedAttention
-from baton.runner.model.fused_layers import CalledAsAttention
+from baton.runner.model.fused_layers import CalledAsAttention, Rotation
 from baton.runner.model.layers import head_of
 from baton.runner.model.long_angles import LongAngles, is_rotary
 from baton.runner.model.loop.angles import AngleKind
@@ -264,8 +264,8 @@ class LoopTrace:
         found = next((rotation for rotation in self._rotations if _are_same(rotation.given, told)), None)
         if found is None:
             raise NotAPlainDecoder(f"{name} takes angles of no rotary module")
-        layout = part.rotation.layout if isinstance(part, CalledAsAttention) else "halves"
-        kind = AngleKind(found.rotary, found.arguments, layout)
+        rotation = part.rotation if isinstance(part, CalledAsAttention) else Rotation("halves", "halves")
+        kind = AngleKind(found.rotary, found.arguments, rotation.layout, rotation.query_scale)
         if kind not in self.angles:
             self.angles.append(kind)
         return self.angles.index(kind)

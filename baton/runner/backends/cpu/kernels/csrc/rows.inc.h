@@ -1,5 +1,8 @@
 /* Kernels that treat each row alone: norms, gates, products and sums of rows, activations and rotary positions. Included after functions.inc.h. */
 
+/* Kinds of norms apart, so that the usual one pays for nothing that others need. */
+enum norm_kind { NORM_AROUND_ZERO, NORM_AROUND_MEAN, NORM_OF_GATED };
+
 /* What x is multiplied by to be gated. */
 INLINE v16 activated(const enum dtype dtype, const struct norm_call *call, size_t gate, size_t count) {
     v16 by = load_lanes(dtype, call->gate, gate, count);
@@ -7,11 +10,12 @@ INLINE v16 activated(const enum dtype dtype, const struct norm_call *call, size_
 }
 
 /* Up to 16 numbers of what a norm is of: of x, which is gated first, or less a mean; the other lanes are zero. */
-INLINE v16 load_normed(const enum dtype dtype, const int gate_first, const struct norm_call *call, const void *x, size_t from, size_t gate,
-                       size_t count, v16 mean) {
+INLINE v16 load_normed(const enum dtype dtype, const enum norm_kind kind, const struct norm_call *call, const void *x, size_t from,
+                       size_t gate, size_t count, v16 mean) {
     float part[LANES];
     v16 v = load_lanes(dtype, x, from, count);
-    if (gate_first) return v_mul(v, activated(dtype, call, gate, count));
+    if (kind == NORM_OF_GATED) return v_mul(v, activated(dtype, call, gate, count));
+    if (kind == NORM_AROUND_ZERO) return v;
     v = v_sub(v, mean);
     if (count == LANES) return v;
     v_store(part, v);
@@ -19,21 +23,21 @@ INLINE v16 load_normed(const enum dtype dtype, const int gate_first, const struc
 }
 
 /* The sum of what a norm is of, or of its squares. */
-INLINE float total_of(const int squared, const enum dtype dtype, const int gate_first, const struct norm_call *call, const void *x,
+INLINE float total_of(const int squared, const enum dtype dtype, const enum norm_kind kind, const struct norm_call *call, const void *x,
                       size_t from, size_t gate, v16 mean) {
     const size_t n = call->n;
     v16 sums[4] = {v_zero(), v_zero(), v_zero(), v_zero()};
     for (size_t i = 0; i < n; i += 4 * LANES) /* four independent sums hide the latency of an addition */
         for (size_t j = 0; j < 4 && i + j * LANES < n; j++) {
             const size_t at = i + j * LANES;
-            v16 value = load_normed(dtype, gate_first, call, x, from + at, gate + at, lanes_left(at, n), mean);
+            v16 value = load_normed(dtype, kind, call, x, from + at, gate + at, lanes_left(at, n), mean);
             sums[j] = squared ? v_fma(value, value, sums[j]) : v_add(value, sums[j]);
         }
     return v_total(v_add(v_add(sums[0], sums[1]), v_add(sums[2], sums[3])));
 }
 
-INLINE void norm_row(const enum dtype dtype, const int gate_first, const struct norm_call *call, size_t from, size_t gate, size_t weights,
-                     size_t to) {
+INLINE void norm_row(const enum dtype dtype, const enum norm_kind kind, const struct norm_call *call, size_t from, size_t gate,
+                     size_t weights, size_t to) {
     const size_t n = call->n;
     const void *x = call->x;
     if (call->residual != NULL) {
@@ -46,17 +50,17 @@ INLINE void norm_row(const enum dtype dtype, const int gate_first, const struct 
         from = to;
     }
     v16 mean = v_zero();
-    if (call->around_mean) mean = v_set1(total_of(0, dtype, gate_first, call, x, from, gate, mean) / (float)n);
-    v16 factor = v_set1(1.0f / sqrtf(total_of(1, dtype, gate_first, call, x, from, gate, mean) / (float)n + call->eps));
+    if (kind == NORM_AROUND_MEAN) mean = v_set1(total_of(0, dtype, NORM_AROUND_ZERO, call, x, from, gate, mean) / (float)n);
+    v16 factor = v_set1(1.0f / sqrtf(total_of(1, dtype, kind, call, x, from, gate, mean) / (float)n + call->eps));
     for (size_t i = 0; i < n; i += LANES) {
         size_t count = lanes_left(i, n);
-        v16 normal = v_mul(load_normed(dtype, gate_first, call, x, from + i, gate + i, count, mean), factor);
+        v16 normal = v_mul(load_normed(dtype, kind, call, x, from + i, gate + i, count, mean), factor);
         v16 weight = load_lanes(dtype, call->weight, weights + i, count);
-        if (gate_first)
+        if (kind == NORM_OF_GATED)
             normal = v_mul(normal, weight);
         else if (call->gate != NULL)
             normal = v_mul(v_mul(normal, weight), activated(dtype, call, gate + i, count));
-        else if (call->around_mean)
+        else if (kind == NORM_AROUND_MEAN)
             normal = v_fma(normal, weight, call->bias == NULL ? v_zero() : load_lanes(dtype, call->bias, i, count));
         else if (call->plus_one)
             normal = v_mul(normal, v_add(v_set1(1.0f), weight));
@@ -66,26 +70,31 @@ INLINE void norm_row(const enum dtype dtype, const int gate_first, const struct 
     }
 }
 
-INLINE void norm_rows(const enum dtype dtype, const struct norm_call *call, size_t task) {
+INLINE void norm_rows(const enum dtype dtype, const enum norm_kind kind, const struct norm_call *call, size_t task) {
     size_t row = task * call->rows_per_task, end = row + call->rows_per_task < call->rows ? row + call->rows_per_task : call->rows;
     for (; row < end; row++)
-        for (size_t column = 0; column < call->columns; column++) {
-            size_t from = row * call->stride[0] + column * call->stride[1], gate = row * call->gate_stride[0] + column * call->gate_stride[1];
-            size_t weights = column * call->weight_stride, to = (row * call->columns + column) * call->n;
-            if (call->gate_first)
-                norm_row(dtype, 1, call, from, gate, weights, to);
-            else
-                norm_row(dtype, 0, call, from, gate, weights, to);
-        }
+        for (size_t column = 0; column < call->columns; column++)
+            norm_row(dtype, kind, call, row * call->stride[0] + column * call->stride[1],
+                     row * call->gate_stride[0] + column * call->gate_stride[1], column * call->weight_stride,
+                     (row * call->columns + column) * call->n);
+}
+
+INLINE void norm_rows_of_kind(const enum dtype dtype, const struct norm_call *call, size_t task) {
+    if (call->gate_first)
+        norm_rows(dtype, NORM_OF_GATED, call, task);
+    else if (call->around_mean)
+        norm_rows(dtype, NORM_AROUND_MEAN, call, task);
+    else
+        norm_rows(dtype, NORM_AROUND_ZERO, call, task);
 }
 
 TARGET static void rms_norm_float32(const void *job, size_t task, void *scratch) {
     (void)scratch;
-    norm_rows(DTYPE_FLOAT32, job, task);
+    norm_rows_of_kind(DTYPE_FLOAT32, job, task);
 }
 TARGET static void rms_norm_bfloat16(const void *job, size_t task, void *scratch) {
     (void)scratch;
-    norm_rows(DTYPE_BFLOAT16, job, task);
+    norm_rows_of_kind(DTYPE_BFLOAT16, job, task);
 }
 
 INLINE void gate_rows(const enum dtype dtype, const struct gate_call *call, size_t task) {

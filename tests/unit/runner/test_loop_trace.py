@@ -218,7 +218,7 @@ WITHOUT_OWN_LOOP = {
     *("minicpm3", "longcat_flash"),  # rows that are scaled for the head, two attentions a layer
     *("gpt2", "gpt_bigcode", "opt", "gpt_neox", "persimmon"),  # other products, learned positions
     *("bitnet", "jetmoe", "mimo_v2_flash", "nanochat", "olmo", "cohere"),  # other norms, other heads of values
-    *("bailing_hybrid", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "mamba", "zamba2"),  # states
+    *("bailing_hybrid", "falcon_h1", "falcon_mamba", "jamba", "mamba", "zamba2"),  # states
     "mamba2",  # sums in float32
     *("gemma3n_text", "llama4_text", "ministral3"),  # rows of each layer, positions in the attention
 }

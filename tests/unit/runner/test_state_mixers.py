@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig
+from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridDeltaAttention
 from transformers.models.bamba.modeling_bamba import BambaMixer
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
@@ -53,6 +54,7 @@ LAYERS = [
     (BambaMixer, "bamba of one group", Mamba2),
     (NemotronHMamba2Mixer, "nemotron_h", Mamba2),
     (KimiLinearDeltaAttention, "kimi_linear", GatedDeltaNet),
+    (BailingHybridDeltaAttention, "bailing_hybrid", GatedDeltaNet),
 ]
 
 

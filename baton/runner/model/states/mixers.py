@@ -19,7 +19,7 @@ from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.program import Program
-from baton.runner.backends.cpu.kernels.rows import GateActivation
+from baton.runner.backends.cpu.kernels.rows import NO_LIMITS, GateActivation, GateFunction
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_states import gated_rms_norm
 from baton.runner.backends.weight_rows import rows_in
@@ -183,6 +183,21 @@ class GatedNorm(NamedTuple):
         )
 
 
+class DecayGate(NamedTuple):
+    """How steps become logarithms of decay: factor * function(step * scale)."""
+
+    function: GateFunction
+    scale: torch.Tensor | None
+    factor: torch.Tensor
+
+    @classmethod
+    def of(cls, part: Any, rates: torch.Tensor) -> DecayGate:
+        """What a part computes whose rates [N] are given: if it has a lower bound, that many times a sigmoid."""
+        if getattr(part, "safe_gate", False):
+            return cls("sigmoid", rates, torch.full_like(rates, part.lower_bound))
+        return cls("softplus", None, -rates)
+
+
 class GatedDeltaNet(StateMixer):
     """Gated DeltaNet (arXiv 2412.06464): queries, keys and values are convolved, the outputs of the recurrence normed
     in each head and gated."""
@@ -215,12 +230,12 @@ class GatedDeltaNet(StateMixer):
         self._by = _filter_of(child.conv1d, "silu")
         of_decay = child.get_submodule(parts.decay)
         self._step_bias = of_decay.dt_bias.detach().float()
-        self._decay = -of_decay.A_log.detach().float().exp().flatten()
-        if len(self._step_bias) > heads:  # each row of a head's state has its own
-            self._decay = self._decay.repeat_interleave(len(self._step_bias) // heads)
+        rates = of_decay.A_log.detach().float().exp().flatten()
+        # Where each row of a head's state decays by itself, there are more steps than heads.
+        self._decay = DecayGate.of(of_decay, rates.repeat_interleave(len(self._step_bias) // heads))
         self._beta_factor: torch.Tensor | None = None
         if getattr(child, "allow_neg_eigval", False):
-            self._beta_factor = torch.full((heads,), 2.0, dtype=torch.float32, device=self._decay.device)
+            self._beta_factor = torch.full_like(rates, 2.0)
         self._norm = GatedNorm.of(getattr(child, parts.norm))
 
     @property
@@ -247,7 +262,8 @@ class GatedDeltaNet(StateMixer):
         )
         convolved = self.baton_attend.states.convolve(self.layer_idx, mixed, self._by)
         query, key, value = torch.split(convolved, [keys, keys, values], dim=-1)
-        decay = self._operations.gate(step, "softplus", self._step_bias, self._decay)
+        limits, (function, scale, factor) = NO_LIMITS, self._decay
+        decay = self._operations.gate(step, function, self._step_bias, factor, limits, scale)
         rows = RecurrentRows(
             query.view(-1, groups, key_dim),
             key.view(-1, groups, key_dim),
@@ -281,7 +297,8 @@ class GatedDeltaNet(StateMixer):
         )
         convolved = paged.states.record_convolution(program, self.layer_idx, mixed, self._by, into="convolved")
         query, key, value = _columns(convolved, keys, keys, values)
-        decay = program.gate(step, "softplus", self._step_bias, self._decay, into="decay")
+        limits, (function, scale, factor) = NO_LIMITS, self._decay
+        decay = program.gate(step, function, self._step_bias, factor, limits, scale, into="decay")
         rows = RecordedRows(
             query, key, value, decay, program.gate(beta, "sigmoid", None, self._beta_factor, into="beta")
         )
@@ -418,6 +435,19 @@ _DELTA_NETS = (
         "o_norm",
         "o_proj",
         behind={"z": "g_b_proj", "a": "forget_gate.f_b_proj"},
+        decay="forget_gate",
+    ),
+    DeltaNetParts(
+        {
+            "q_proj": "q",
+            "k_proj": "k",
+            "v_proj": "v",
+            "g_proj": "z",
+            "b_proj": "b",
+            "forget_gate.f_proj": "a",
+        },
+        "o_norm",
+        "o_proj",
         decay="forget_gate",
     ),
 )

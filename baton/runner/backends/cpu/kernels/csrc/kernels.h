@@ -141,11 +141,11 @@ struct norm_call {
     int gate_first;                 /* x is gated, and then normed */
 };
 
-/* Gates in float32: factor * function(x + bias), where the function's values are kept within limits. */
+/* Gates in float32: factor * function((x + bias) * scale), where the function's values are kept within limits. */
 struct gate_call {
     const void *x;              /* [rows, columns]; x_stride: elements from row to row */
     float *out;                 /* [rows, columns]; out_stride: elements from row to row */
-    const float *bias, *factor; /* [columns] or NULL */
+    const float *bias, *scale, *factor; /* [columns] or NULL */
     size_t rows, columns, x_stride, out_stride, rows_per_task;
     float low, high;
     int is_sigmoid; /* otherwise softplus, ln(1 + e^x) */

@@ -334,15 +334,16 @@ def test_heads_of_more_than_512_are_refused(operations: Any) -> None:
 def test_gates_equal_those_in_float64(operations: Any, dtype: torch.dtype, function: Any, given: bool) -> None:
     x = (30 * randn(13, 37)).to(dtype)
     bias, factor = (randn(37, seed=1), -randn(37, seed=2).exp()) if given else (None, None)
-    limits = (0.25, 0.5) if given else (-math.inf, math.inf)
-    out = operations.gate(x, function, bias, factor, limits)
+    limits, scale = ((0.25, 0.5), randn(37, seed=3).exp()) if given else ((-math.inf, math.inf), None)
+    out = operations.gate(x, function, bias, factor, limits, scale)
     compute = torch.nn.functional.softplus if function == "softplus" else torch.sigmoid
-    expected = compute(x.double() + (0.0 if bias is None else bias.double())).clamp(*limits)
+    total = x.double() if bias is None or scale is None else (x.double() + bias) * scale
+    expected = compute(total).clamp(*limits)
     expected = expected if factor is None else expected * factor.double()
     assert out.dtype == torch.float32
     assert torch.allclose(out.double(), expected, rtol=1e-5, atol=1e-12)
     for row in range(13):
-        assert torch.equal(operations.gate(x[row : row + 1], function, bias, factor, limits)[0], out[row])
+        assert torch.equal(operations.gate(x[row : row + 1], function, bias, factor, limits, scale)[0], out[row])
 
 
 @pytest.mark.parametrize(("activation", "gate_first"), [("silu", False), ("sigmoid", False), ("silu", True)])

@@ -307,10 +307,12 @@ def gate(
     bias: torch.Tensor | None,
     factor: torch.Tensor | None,
     limits: Limits = NO_LIMITS,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out = torch.empty(x.shape)
     for row, own in enumerate(_array(x)):
         total = own if bias is None else own + _array(bias)
+        total = total if scale is None else total * _array(scale)
         gates = np.logaddexp(total, np.float32(0)) if function == "softplus" else 1 / (np.float32(1) + np.exp(-total))
         gates = gates.clip(*map(np.float32, limits))
         out[row] = torch.from_numpy(gates if factor is None else gates * _array(factor))

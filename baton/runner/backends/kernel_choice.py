@@ -148,8 +148,9 @@ class CompiledOperations:
         bias: torch.Tensor | None,
         factor: torch.Tensor | None,
         limits: Limits = NO_LIMITS,
+        scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return kernels.gate(x, function, bias, factor, limits, threads=self.num_threads)
+        return kernels.gate(x, function, bias, factor, limits, scale, threads=self.num_threads)
 
     def multiply(self, x: torch.Tensor, by: torch.Tensor, activation: GateFunction | None) -> torch.Tensor:
         return kernels.multiply(x, by, activation, threads=self.num_threads)

@@ -211,8 +211,9 @@ class Operations(Protocol):
         bias: torch.Tensor | None,
         factor: torch.Tensor | None,
         limits: Limits = NO_LIMITS,
+        scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The gates factor * function(x + bias) of x [T, N], in float32; bias and factor are float32 [N] or None.
+        """The gates factor * function((x + bias) * scale) of x [T, N], in float32; the others are float32 [N] or None.
 
         `limits`: between which the function's values are kept. The logarithms of decay in Gated DeltaNet are such
         gates, with softplus and the factor -exp(A_log).

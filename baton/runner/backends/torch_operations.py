@@ -275,8 +275,9 @@ class TorchOperations:
         bias: torch.Tensor | None,
         factor: torch.Tensor | None,
         limits: Limits = NO_LIMITS,
+        scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return torch_states.gate(x, function, bias, factor, limits)
+        return torch_states.gate(x, function, bias, factor, limits, scale)
 
     def multiply(self, x: torch.Tensor, by: torch.Tensor, activation: GateFunction | None) -> torch.Tensor:
         if by.shape != x.shape:

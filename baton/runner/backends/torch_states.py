@@ -98,12 +98,14 @@ def gate(
     bias: torch.Tensor | None,
     factor: torch.Tensor | None,
     limits: Limits,
+    scale: torch.Tensor | None,
 ) -> torch.Tensor:
     """Compute `Operations.gate`, row by row."""
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     compute = functional.softplus if function == "softplus" else torch.sigmoid
     for row, own in enumerate(x):
-        gates = compute(own.float() if bias is None else own.float() + bias).clamp(*limits)
+        given = own.float() if bias is None else own.float() + bias
+        gates = compute(given if scale is None else given * scale).clamp(*limits)
         out[row] = gates if factor is None else gates * factor
     return out
 

@@ -275,7 +275,7 @@ def _state_mixer(child: Any, operations: Operations, generator: torch.Generator)
     keep_states_in_cache(child)
     first = fused.products[0]
     rows = torch.randn(1, NUM_ROWS, first.num_inputs, dtype=torch.float32, generator=generator)
-    x = like_input(getattr(child, first.modules[0].module), rows)
+    x = like_input(child.get_submodule(first.modules[0].module), rows)
     theirs, ours = EchoAttention(), EchoAttention()
     for part, echo in ((child, theirs), (fused, ours)):
         object.__setattr__(part, "baton_attend", echo)

@@ -116,7 +116,7 @@ def test_recorded_gates_equal_single_calls(dtype: torch.dtype) -> None:
     program = Program(dtype, 2)
     wide, of_z, query, key, value = map(program.argument, (50, 7 + VALUES, KEYS, KEYS, VALUES))
     out = program.argument(VALUES)
-    decay = program.gate(wide.columns(5, 5 + HEADS), "softplus", bias, factor, (0.5, 0.9), into="decay")
+    decay = program.gate(wide.columns(5, 5 + HEADS), "softplus", bias, factor, (0.5, 0.9), bias, into="decay")
     beta = program.gate(wide.columns(20, 20 + HEADS), "sigmoid", None, None, into="beta")
     how: dict[str, Any] = {"scale": 0.3, "norm_eps": 1e-6, "state": recurred.view, "group": 1, "into": "mixed"}
     mixed = program.recur(query, key, value, decay, beta, **how)
@@ -127,7 +127,7 @@ def test_recorded_gates_equal_single_calls(dtype: torch.dtype) -> None:
     single = kernels.recur(
         replace(
             alone.call([(0, 0, 35)]),
-            decay=kernels.gate(x[:, 5 : 5 + HEADS], "softplus", bias, factor, (0.5, 0.9), threads=1),
+            decay=kernels.gate(x[:, 5 : 5 + HEADS], "softplus", bias, factor, (0.5, 0.9), bias, threads=1),
             beta=kernels.gate(x[:, 20 : 20 + HEADS], "sigmoid", None, None, threads=1),
             scale=0.3,
         ),

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig
+from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridDeltaAttention
 from transformers.models.bamba.modeling_bamba import BambaMixer
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
@@ -51,6 +53,8 @@ LAYERS = [
     (BambaMixer, "bamba", Mamba2),
     (BambaMixer, "bamba of one group", Mamba2),
     (NemotronHMamba2Mixer, "nemotron_h", Mamba2),
+    (KimiLinearDeltaAttention, "kimi_linear", GatedDeltaNet),
+    (BailingHybridDeltaAttention, "bailing_hybrid", GatedDeltaNet),
 ]
 
 

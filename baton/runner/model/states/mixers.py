@@ -19,6 +19,7 @@ from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.program import Program
+from baton.runner.backends.cpu.kernels.rows import NO_LIMITS, GateActivation, GateFunction
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_states import gated_rms_norm
 from baton.runner.backends.weight_rows import rows_in
@@ -129,10 +130,72 @@ class DeltaNetParts(NamedTuple):
     out: str
     by_key_head: bool = False
     """Whether each of these layers gives everything of the first head of keys, then of the second one, and so on."""
+    behind: Mapping[str, str] = {}
+    """The linear layers that what `inputs` gives goes through: of gates (z) and of steps (a)."""
+    decay: str = ""
+    """The part that has the parameters of decay; empty for the module itself."""
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return *self.inputs, "conv1d", self.norm, self.out
+    def names(self) -> set[str]:
+        """The module's own parts."""
+        parts = (*self.inputs, *self.behind.values(), "conv1d", self.norm, self.out)
+        return {part.partition(".")[0] for part in parts}
+
+
+class GatedNorm(NamedTuple):
+    """A root mean square norm of groups of columns, and a gate."""
+
+    weight: torch.Tensor
+    """[columns of a group], or [groups, columns of a group]."""
+    eps: float
+    activation: GateActivation
+    gate_first: bool
+
+    @classmethod
+    def of(cls, norm: Any, num_groups: Iterable[int] = (1,)) -> GatedNorm:
+        """What a module computes of rows and gates; `num_groups`: how many groups there may be.
+
+        Raises TypeError for one that computes something else.
+        """
+        weight, eps = norm.weight.detach(), norm.variance_epsilon
+        x, by = torch.randn(2, 5, len(weight), dtype=torch.float32, generator=torch.Generator().manual_seed(0))
+        expected = copy.deepcopy(norm).cpu().float()(x, by)
+        activations: tuple[GateActivation, ...] = ("silu", "sigmoid")
+        for groups, activation, gate_first in product(num_groups, activations, (True, False)):
+            of_groups = weight.view(groups, -1).clone()
+            rows, gates = (part.view(len(x), groups, -1) for part in (x, by))
+            own = gated_rms_norm(rows, gates, of_groups.cpu().float(), eps, activation, gate_first=gate_first)
+            if torch.allclose(own.view(x.shape), expected, rtol=1e-4, atol=1e-5):
+                return cls(of_groups[0] if groups == 1 else of_groups, eps, activation, gate_first)
+        raise TypeError(f"{type(norm).__name__} is no norm with a gate")
+
+    def rows(self, operations: Operations, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        """The norm of rows of groups, x [T, ...] to [T, W], gated by as many columns."""
+        x, by = (rows.view(len(rows), -1, self.weight.shape[-1]) for rows in (x, by))
+        return operations.gated_rms_norm(
+            x, by, self.weight, self.eps, self.activation, gate_first=self.gate_first
+        ).flatten(1)
+
+    def record(self, program: Program, x: Rows, by: Rows, *, into: str) -> Rows:
+        """Append to a program what `rows` computes."""
+        return program.gated_rms_norm(
+            x, by, self.weight, self.eps, self.activation, gate_first=self.gate_first, into=into
+        )
+
+
+class DecayGate(NamedTuple):
+    """How steps become logarithms of decay: factor * function(step * scale)."""
+
+    function: GateFunction
+    scale: torch.Tensor | None
+    factor: torch.Tensor
+
+    @classmethod
+    def of(cls, part: Any, rates: torch.Tensor) -> DecayGate:
+        """What a part computes whose rates [N] are given: if it has a lower bound, that many times a sigmoid."""
+        if getattr(part, "safe_gate", False):
+            return cls("sigmoid", rates, torch.full_like(rates, part.lower_bound))
+        return cls("softplus", None, -rates)
 
 
 class GatedDeltaNet(StateMixer):
@@ -141,8 +204,12 @@ class GatedDeltaNet(StateMixer):
 
     def __init__(self, operations: Operations, child: Any, parts: DeltaNetParts) -> None:
         super().__init__(operations, child.layer_idx)
-        self._heads = groups, heads = child.num_k_heads, child.num_v_heads
-        self._dims = key_dim, value_dim = child.head_k_dim, child.head_v_dim
+        if hasattr(child, "num_k_heads"):
+            self._heads = groups, heads = child.num_k_heads, child.num_v_heads
+            self._dims = key_dim, value_dim = child.head_k_dim, child.head_v_dim
+        else:
+            self._heads = groups, heads = child.num_heads, child.num_heads
+            self._dims = key_dim, value_dim = child.head_dim, child.head_dim
         order: list[range] = []
         if parts.by_key_head:
             values = heads // groups * value_dim
@@ -155,47 +222,65 @@ class GatedDeltaNet(StateMixer):
                 "a": heads // groups,
             }
             order = _part_by_part([[of_group[part] for part in given] for given in parts.inputs.values()], groups)
-        linear = ((name, getattr(child, name)) for name in parts.inputs)
-        self._in, self._in_bias = self._product(*linear, order=order)
-        self._out, self._out_bias = self._product((parts.out, getattr(child, parts.out)))
+        linear = {name: child.get_submodule(name) for name in (*parts.inputs, *parts.behind.values(), parts.out)}
+        given = [(name, linear[name]) for name in parts.inputs]
+        self._in, self._in_bias = self._product(*given, order=order)
+        self._behind = {part: self._product((name, linear[name])) for part, name in parts.behind.items()}
+        self._out, self._out_bias = self._product((parts.out, linear[parts.out]))
         self._by = _filter_of(child.conv1d, "silu")
-        self._step_bias = child.dt_bias.detach().float()
-        self._decay = -child.A_log.detach().float().exp()
+        of_decay = child.get_submodule(parts.decay)
+        self._step_bias = of_decay.dt_bias.detach().float()
+        rates = of_decay.A_log.detach().float().exp().flatten()
+        # Where each row of a head's state decays by itself, there are more steps than heads.
+        self._decay = DecayGate.of(of_decay, rates.repeat_interleave(len(self._step_bias) // heads))
         self._beta_factor: torch.Tensor | None = None
         if getattr(child, "allow_neg_eigval", False):
-            self._beta_factor = torch.full_like(self._decay, 2.0)
-        norm = getattr(child, parts.norm)
-        self._norm_weight = norm.weight.detach().clone()
-        self._norm_eps: float = norm.variance_epsilon
+            self._beta_factor = torch.full_like(rates, 2.0)
+        self._norm = GatedNorm.of(getattr(child, parts.norm))
+
+    @property
+    def products(self) -> Sequence[AdaptableProduct]:
+        return self._in, *(product for product, _ in self._behind.values()), self._out
+
+    @property
+    def _widths(self) -> list[int]:
+        """Columns of what is convolved, of gates, of betas and of steps, as the first product gives them."""
+        (groups, heads), (key_dim, value_dim) = self._heads, self._dims
+        full = {"z": heads * value_dim, "a": len(self._step_bias)}
+        gates, steps = (self._behind[part][0].num_inputs if part in self._behind else full[part] for part in ("z", "a"))
+        return [2 * groups * key_dim + heads * value_dim, gates, heads, steps]
 
     def rows(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
     ) -> torch.Tensor:
         (groups, heads), (key_dim, value_dim) = self._heads, self._dims
         keys, values = groups * key_dim, heads * value_dim
-        made = self._in.linear(x, self._in_bias)
-        mixed, gate, beta, step = torch.split(made, [2 * keys + values, values, heads, heads], dim=-1)
+        mixed, gate, beta, step = torch.split(self._in.linear(x, self._in_bias), self._widths, dim=-1)
+        gate, step = (
+            self._behind[part][0].linear(rows.contiguous(), self._behind[part][1]) if part in self._behind else rows
+            for part, rows in (("z", gate), ("a", step))
+        )
         convolved = self.baton_attend.states.convolve(self.layer_idx, mixed, self._by)
         query, key, value = torch.split(convolved, [keys, keys, values], dim=-1)
+        limits, (function, scale, factor) = NO_LIMITS, self._decay
+        decay = self._operations.gate(step, function, self._step_bias, factor, limits, scale)
         rows = RecurrentRows(
             query.view(-1, groups, key_dim),
             key.view(-1, groups, key_dim),
             value.view(-1, heads, value_dim),
-            self._operations.gate(step, "softplus", self._step_bias, self._decay),
+            decay if decay.shape[1] == heads else decay.view(-1, heads, key_dim),
             self._operations.gate(beta, "sigmoid", None, self._beta_factor),
             key_dim**-0.5,
             DELTA_RULE_NORM_EPS,
             heads,
         )
         out = self.baton_attend.states.recur(self.layer_idx, rows)
-        gate = gate.view(-1, heads, value_dim)
         if sample_rows is not None:
             self._in.keep(sample_rows)
             out, gate = out[sample_rows], gate[sample_rows]
         if out.shape[0] == 0:
             return x[:0]
-        normed = self._operations.gated_rms_norm(out, gate, self._norm_weight, self._norm_eps, "silu")
-        return self._out.linear(normed.flatten(1), self._out_bias)
+        return self._out.linear(self._norm.rows(self._operations, out, gate), self._out_bias)
 
     def record(
         self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: HasPagedStates, *, sampling: bool, into: str
@@ -203,10 +288,17 @@ class GatedDeltaNet(StateMixer):
         (groups, heads), (key_dim, value_dim) = self._heads, self._dims
         keys, values = groups * key_dim, heads * value_dim
         made = self._in.record(program, x, self._in_bias, into="state input")
-        mixed, gate, beta, step = _columns(made, 2 * keys + values, values, heads, heads)
+        mixed, gate, beta, step = _columns(made, *self._widths)
+        gate, step = (
+            self._behind[part][0].record(program, rows, self._behind[part][1], into=f"state input {part}")
+            if part in self._behind
+            else rows
+            for part, rows in (("z", gate), ("a", step))
+        )
         convolved = paged.states.record_convolution(program, self.layer_idx, mixed, self._by, into="convolved")
         query, key, value = _columns(convolved, keys, keys, values)
-        decay = program.gate(step, "softplus", self._step_bias, self._decay, into="decay")
+        limits, (function, scale, factor) = NO_LIMITS, self._decay
+        decay = program.gate(step, function, self._step_bias, factor, limits, scale, into="decay")
         rows = RecordedRows(
             query, key, value, decay, program.gate(beta, "sigmoid", None, self._beta_factor, into="beta")
         )
@@ -216,43 +308,7 @@ class GatedDeltaNet(StateMixer):
         if sampling:
             out = program.take_sampled(out, into="sampled recurred")
             gate = program.take_sampled(gate, into="sampled gate")
-        normed = program.gated_rms_norm(out, gate, self._norm_weight, self._norm_eps, "silu", into="gated")
-        return self._out.record(program, normed, self._out_bias, into=into)
-
-
-class GatedNorm(NamedTuple):
-    """A root mean square norm of groups of columns, and a gate."""
-
-    weight: torch.Tensor
-    """[groups, columns of a group]"""
-    eps: float
-    gate_first: bool
-
-    @classmethod
-    def of(cls, norm: Any, num_groups: Iterable[int]) -> GatedNorm:
-        """What a module computes of rows and gates; `num_groups`: how many there may be.
-
-        Raises TypeError for one that computes something else.
-        """
-        weight, eps = norm.weight.detach(), norm.variance_epsilon
-        x, by = torch.randn(2, 5, len(weight), dtype=torch.float32, generator=torch.Generator().manual_seed(0))
-        expected = copy.deepcopy(norm).cpu().float()(x, by)
-        for groups, gate_first in product(num_groups, (True, False)):
-            found = cls(weight.view(groups, -1).clone(), eps, gate_first)
-            rows, gates = (part.view(len(x), groups, -1) for part in (x, by))
-            own = gated_rms_norm(rows, gates, found.weight.cpu().float(), eps, "silu", gate_first=gate_first)
-            if torch.allclose(own.view(x.shape), expected, rtol=1e-4, atol=1e-5):
-                return found
-        raise TypeError(f"{type(norm).__name__} is no norm with a gate")
-
-    def rows(self, operations: Operations, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-        """The norm of x [T, W], gated by rows of this shape."""
-        x, by = (rows.view(-1, *self.weight.shape) for rows in (x, by))
-        return operations.gated_rms_norm(x, by, self.weight, self.eps, "silu", gate_first=self.gate_first).flatten(1)
-
-    def record(self, program: Program, x: Rows, by: Rows, *, into: str) -> Rows:
-        """Append to a program what `rows` computes."""
-        return program.gated_rms_norm(x, by, self.weight, self.eps, "silu", gate_first=self.gate_first, into=into)
+        return self._out.record(program, self._norm.record(program, out, gate, into="gated"), self._out_bias, into=into)
 
 
 class Mamba2(StateMixer):
@@ -367,10 +423,37 @@ _DELTA_NETS = (
     DeltaNetParts(
         {"q_proj": "q", "k_proj": "k", "v_proj": "v", "g_proj": "z", "b_proj": "b", "a_proj": "a"}, "o_norm", "o_proj"
     ),
+    DeltaNetParts(
+        {
+            "q_proj": "q",
+            "k_proj": "k",
+            "v_proj": "v",
+            "g_a_proj": "z",
+            "b_proj": "b",
+            "forget_gate.f_a_proj": "a",
+        },
+        "o_norm",
+        "o_proj",
+        behind={"z": "g_b_proj", "a": "forget_gate.f_b_proj"},
+        decay="forget_gate",
+    ),
+    DeltaNetParts(
+        {
+            "q_proj": "q",
+            "k_proj": "k",
+            "v_proj": "v",
+            "g_proj": "z",
+            "b_proj": "b",
+            "forget_gate.f_proj": "a",
+        },
+        "o_norm",
+        "o_proj",
+        decay="forget_gate",
+    ),
 )
-_MIXERS: Sequence[tuple[tuple[str, ...], Callable[[Operations, Any], StateMixer]]] = (
-    (("conv", "in_proj", "out_proj"), ShortConvolution),
-    (("act", "conv1d", "in_proj", "norm", "out_proj"), Mamba2),
+_MIXERS: Sequence[tuple[set[str], Callable[[Operations, Any], StateMixer]]] = (
+    ({"conv", "in_proj", "out_proj"}, ShortConvolution),
+    ({"act", "conv1d", "in_proj", "norm", "out_proj"}, Mamba2),
     *((parts.names, partial(GatedDeltaNet, parts=parts)) for parts in _DELTA_NETS),
 )
 """The names of a module's parts, and the mixer that may take the place of such a module."""
@@ -379,7 +462,7 @@ _MIXERS: Sequence[tuple[tuple[str, ...], Callable[[Operations, Any], StateMixer]
 def state_mixer_of(child: nn.Module, operations: Operations) -> StateMixer | None:
     """The mixer that may compute what a module computes; None if there is none."""
     names = {name for name, _ in child.named_children()}
-    build = next((build for parts, build in _MIXERS if names == set(parts)), None)
+    build = next((build for parts, build in _MIXERS if names == parts), None)
     if build is None:
         return None
     try:

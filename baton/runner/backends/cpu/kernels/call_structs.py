@@ -101,7 +101,7 @@ class GateKind(IntEnum):
 
 class GateCall(ctypes.Structure):
     _fields_ = [
-        *_fields(_POINTER, "x out bias factor"),
+        *_fields(_POINTER, "x out bias scale factor"),
         *_fields(_SIZE, "rows columns x_stride out_stride rows_per_task"),
         *_fields(_FLOAT, "low high"),
         ("function", _INT),

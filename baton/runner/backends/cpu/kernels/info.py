@@ -171,7 +171,7 @@ def _states_probe(dtype: torch.dtype) -> torch.Tensor:
         )
         parts += [recur(call, threads=1), memory.clone()]
     bias, functions = weight[:, 0].contiguous(), typing.get_args(GateFunction)
-    parts += [gate(x, function, bias, None, (0.2, 0.8), threads=1) for function in functions]
+    parts += [gate(x, function, bias, None, (0.2, 0.8), bias, threads=1) for function in functions]
     heads_of_x, activations = x.view(rows, 2, 35), typing.get_args(GateActivation)
     parts += [gated_rms_norm(heads_of_x, heads_of_x, x[0, :35], 1e-6, by, threads=1) for by in activations]
     parts.append(gated_rms_norm(heads_of_x, heads_of_x, heads_of_x[0], 1e-6, "silu", gate_first=True, threads=1))

@@ -197,17 +197,18 @@ class Program:
         bias: torch.Tensor | None,
         factor: torch.Tensor | None,
         limits: Limits = NO_LIMITS,
+        scale: torch.Tensor | None = None,
         *,
         into: str,
     ) -> Rows:
-        """Record the gates factor * function(x + bias), in float32; bias and factor are float32 [n].
+        """Record the gates factor * function((x + bias) * scale), in float32; the others are float32 [n] or None.
 
         `limits`: between which the function's values are kept.
         """
-        call = gate_structure(x.width, function, bias, factor, limits)
+        call = gate_structure(x.width, function, bias, factor, limits, scale)
         out = self._buffers.scratch(into, x.width, x.sampled, torch.float32)
         call.x_stride, call.out_stride = x.stride, out.stride
-        self._kept += [bias, factor]
+        self._kept += [bias, factor, scale]
         self._record(OperationKind.GATE, x, Call(gate=call), out=out)
         return out
 

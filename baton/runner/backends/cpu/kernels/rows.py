@@ -186,17 +186,18 @@ def gate(
     bias: torch.Tensor | None,
     factor: torch.Tensor | None,
     limits: Limits = NO_LIMITS,
+    scale: torch.Tensor | None = None,
     *,
     threads: int,
 ) -> torch.Tensor:
-    """The gates factor * function(x + bias) of x [rows, n], with bias and factor of float32 [n]: float32 [rows, n].
+    """The gates factor * function((x + bias) * scale) of x [rows, n], in float32: [rows, n].
 
-    `limits`: between which the function's values are kept. Each row of x is contiguous. Raises KernelArgumentError for
-    tensors that don't fit.
+    `bias`, `factor`, `scale`: float32 [n] or None. `limits`: between which the function's values are kept. Each row of
+    x is contiguous. Raises KernelArgumentError for tensors that don't fit.
     """
     _require_rows(x, "x")
     rows, n = x.shape
-    call = gate_structure(n, function, bias, factor, limits)
+    call = gate_structure(n, function, bias, factor, limits, scale)
     # The dtype is named, since another thread that loads a model changes the default.
     out = torch.empty(rows, n, dtype=torch.float32)
     call.x, call.out, call.rows, call.x_stride, call.out_stride = x.data_ptr(), out.data_ptr(), rows, x.stride(0), n
@@ -206,10 +207,15 @@ def gate(
 
 
 def gate_structure(
-    n: int, function: GateFunction, bias: torch.Tensor | None, factor: torch.Tensor | None, limits: Limits
+    n: int,
+    function: GateFunction,
+    bias: torch.Tensor | None,
+    factor: torch.Tensor | None,
+    limits: Limits,
+    scale: torch.Tensor | None,
 ) -> GateCall:
     """The kernel's arguments for n gates, without those of a step."""
-    for name, of_gates in (("bias", bias), ("factor", factor)):
+    for name, of_gates in (("bias", bias), ("factor", factor), ("scale", scale)):
         if of_gates is None:
             continue
         if of_gates.shape != (n,) or of_gates.dtype != torch.float32 or not of_gates.is_contiguous():
@@ -218,6 +224,7 @@ def gate_structure(
             raise KernelArgumentError(name, "must be on the CPU")
     return GateCall(
         bias=None if bias is None else bias.data_ptr(),
+        scale=None if scale is None else scale.data_ptr(),
         factor=None if factor is None else factor.data_ptr(),
         columns=n,
         low=limits[0],

@@ -153,12 +153,12 @@ struct norm_call {
     int around_mean;                /* the row's mean is subtracted first; the norm is rounded once */
 };
 
-/* Gates in float32: factor * function(x + bias), where the function's values are kept within limits. */
+/* Gates in float32: factor * function((x + bias) * scale), where the function's values are kept within limits. */
 enum gate_function { GATE_SOFTPLUS, GATE_SIGMOID, GATE_PLAIN }; /* ln(1 + e^x); GATE_PLAIN: x itself, which is widened */
 struct gate_call {
     const void *x;              /* [rows, columns]; x_stride: elements from row to row */
     float *out;                 /* [rows, columns]; out_stride: elements from row to row */
-    const float *bias, *factor; /* [columns] or NULL */
+    const float *bias, *scale, *factor; /* [columns] or NULL */
     size_t rows, columns, x_stride, out_stride, rows_per_task;
     float low, high;
     int function; /* enum gate_function */

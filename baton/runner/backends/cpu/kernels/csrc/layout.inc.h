@@ -51,7 +51,7 @@ static const struct layout_entry layout[] = {
     FIELD(norm_call, plus_one), FIELD(norm_call, weight_stride), FIELD(norm_call, gate_first), FIELD(norm_call, around_mean),
 
     WHOLE(struct gate_call, "gate_call"),
-    FIELD(gate_call, x), FIELD(gate_call, out), FIELD(gate_call, bias), FIELD(gate_call, factor), FIELD(gate_call, rows),
+    FIELD(gate_call, x), FIELD(gate_call, out), FIELD(gate_call, bias), FIELD(gate_call, scale), FIELD(gate_call, factor), FIELD(gate_call, rows),
     FIELD(gate_call, columns), FIELD(gate_call, x_stride), FIELD(gate_call, out_stride), FIELD(gate_call, rows_per_task),
     FIELD(gate_call, low), FIELD(gate_call, high), FIELD(gate_call, function),
 

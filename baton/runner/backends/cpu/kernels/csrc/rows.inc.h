@@ -104,6 +104,7 @@ INLINE void gate_rows(const enum dtype dtype, const struct gate_call *call, size
             const size_t count = lanes_left(i, call->columns);
             v16 x = load_lanes(dtype, call->x, row * call->x_stride + i, count);
             if (call->bias != NULL) x = v_add(x, load_lanes(DTYPE_FLOAT32, call->bias, i, count));
+            if (call->scale != NULL) x = v_mul(x, load_lanes(DTYPE_FLOAT32, call->scale, i, count));
             if (call->function == GATE_SIGMOID) x = v_times_sigmoid(v_set1(1.0f), x);
             if (call->function == GATE_SOFTPLUS) x = v_softplus(x);
             if (call->function != GATE_PLAIN) x = v_min(v_set1(call->high), v_max(v_set1(call->low), x));

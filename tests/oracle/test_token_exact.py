@@ -69,31 +69,34 @@ def make_prompts(vocab_size: int) -> dict[str, list[int]]:
 
 
 _generated: dict[tuple[bytes, str], dict[str, list[int]]] = {}
-"""What `generate_with_transformers` has returned, by a digest of the model's files and by the prompts."""
+"""What `generate_with_transformers` has returned, by a digest of the model's files, and by the prompts and the
+number of tokens."""
 
 
-def generate_with_transformers(directory: Path, prompts: dict[str, list[int]]) -> dict[str, list[int]]:
+def generate_with_transformers(
+    directory: Path, prompts: dict[str, list[int]], new_tokens: int = NEW_TOKENS
+) -> dict[str, list[int]]:
     """The greedy tokens of transformers for each prompt, computed once for equal models and prompts."""
     digest = hashlib.sha256()
     for name in ("config.json", "model.safetensors"):
         digest.update((directory / name).read_bytes())
-    key = digest.digest(), json.dumps(prompts)
+    key = digest.digest(), json.dumps([prompts, new_tokens])
     if key not in _generated:
-        _generated[key] = _generate(directory, prompts)
+        _generated[key] = _generate(directory, prompts, new_tokens)
     return {name: [*tokens] for name, tokens in _generated[key].items()}
 
 
-def _generate(directory: Path, prompts: dict[str, list[int]]) -> dict[str, list[int]]:
+def _generate(directory: Path, prompts: dict[str, list[int]], new_tokens: int) -> dict[str, list[int]]:
     from transformers import AutoModelForCausalLM
 
     # What transformers 5.17 would choose leaves soft caps out.
     model = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, local_files_only=True, attn_implementation="eager"
     ).eval()
-    return generate_with(model, prompts)
+    return generate_with(model, prompts, new_tokens)
 
 
-def generate_with(model: Any, prompts: dict[str, list[int]]) -> dict[str, list[int]]:
+def generate_with(model: Any, prompts: dict[str, list[int]], new_tokens: int = NEW_TOKENS) -> dict[str, list[int]]:
     """The greedy tokens of a transformers model for each prompt."""
     expected = {}
     for name, prompt in prompts.items():
@@ -102,7 +105,7 @@ def generate_with(model: Any, prompts: dict[str, list[int]]) -> dict[str, list[i
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=NEW_TOKENS,
+            max_new_tokens=new_tokens,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,

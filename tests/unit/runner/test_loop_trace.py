@@ -21,7 +21,6 @@ from baton.runner.model.random_model import write_random_model
 from tests.support.listed_types import LISTED_TYPES
 from tests.support.load_with import load_with
 from tests.support.rotary_models import PHI3_LONGROPE, ROPE_TYPES
-from tests.support.varied_models import write_varied_model
 
 WIDTH, ROWS = 16, 6
 NOTHING = torch.empty(ROWS, 0)
@@ -212,31 +211,6 @@ def test_logits_that_are_changed_otherwise_are_refused() -> None:
         logits = module(TOKENS[None])[0]
     with pytest.raises(NotAPlainDecoder, match="changes its head's output"):
         trace.end(logits + 1)
-
-
-WITHOUT_OWN_LOOP = {
-    *("minicpm3", "longcat_flash"),  # rows that are scaled for the head, two attentions a layer
-    *("bitnet", "jetmoe", "mimo_v2_flash", "nanochat"),  # other norms, other heads of values
-    *("bailing_hybrid", "falcon_h1", "falcon_mamba", "jamba", "mamba", "zamba2"),  # states
-    "mamba2",  # sums in float32
-    *("gemma3n_text", "llama4_text"),  # rows of each layer, positions in the attention
-}
-WITH_PROGRAM = {
-    *("llama", "qwen2", "qwen3", "mistral", "phi3", "ministral", "ministral3", "seed_oss"),
-    *("gemma", "gemma2", "gemma3_text", "vaultgemma", "exaone4", "smollm3", "hunyuan_v1_dense"),
-    *("ernie4_5", "glm", "glm4", "helium", "olmo", "olmo2", "olmo3"),
-    *("lfm2", "qwen3_5_text", "lfm3", "granite", "granite_swa", "bamba", "olmo_hybrid"),
-    *("gpt2", "gpt_bigcode", "gpt_neox", "opt", "persimmon"),
-    *("arcee", "cohere", "cohere2", "jais2", "nemotron", "phi", "starcoder2"),
-}
-
-
-@pytest.mark.parametrize("name", LISTED_TYPES)
-def test_listed_types_have_the_fastest_loop_that_they_can_have(tmp_path: Path, name: str) -> None:
-    write_varied_model(tmp_path, LISTED_TYPES[name], seed=5)
-    transformer = load_with(tmp_path, dtype="bfloat16", num_blocks=64)._transformer
-    assert transformer.has_own_loop == (name not in WITHOUT_OWN_LOOP), transformer.why_no_own_loop
-    assert (transformer.why_no_programs == "") == (name in WITH_PROGRAM), transformer.why_no_programs
 
 
 _LONG_BY_KIND = {

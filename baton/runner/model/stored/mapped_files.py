@@ -19,6 +19,9 @@ from torch import Tensor, nn
 _DONT_NEED = 4
 _UNREAD_BYTES = 8 << 20
 """How many bytes may be read before the pages that were read earlier are dropped."""
+_FEW_BYTES = 1 << 20
+"""A module whose parameters are smaller keeps their pages: to read where files are mapped takes a millisecond, and a
+model has many norms."""
 _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
 """An environment variable of transformers' loader, which otherwise reads all tensors ahead: a model whose experts it
 merges would be in memory twice."""
@@ -41,10 +44,10 @@ class MappedFiles:
     def release(self, module: nn.Module) -> None:
         """Drop the pages that hold only this module's own parameters, and return freed memory to the system.
 
-        A page that is read later is loaded from the file again.
+        A module of a few bytes keeps its pages. A page that is read later is loaded from the file again.
         """
         parameters = list(module.parameters())
-        mapped = self._ranges() if parameters else ()
+        mapped = self._ranges() if sum(parameter.nbytes for parameter in parameters) > _FEW_BYTES else ()
         for parameter in parameters:
             # Only a file's pages can be loaded again: other memory would lose its content.
             if _around(mapped, parameter) is not None:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from baton.runner.backends.cpu.kernels.adapters import AdapterTable, StepAdapters
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.product import Activation
-from baton.runner.backends.cpu.kernels.program import Program
+from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.low_rank import LowRank, Outputs, RowAdapters
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import Weight

@@ -19,7 +19,7 @@ from baton.runner.backends.cpu.kernels.barrier import BarrierTag
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.call_structs import BarrierCall, Call, OperationKind
 from baton.runner.backends.cpu.kernels.product import Activation
-from baton.runner.backends.cpu.kernels.program import Program
+from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.ranks.host_ranks import HostRanks

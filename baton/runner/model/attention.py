@@ -18,7 +18,7 @@ from baton.errors import ConfigError
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures, StepLayout
 from baton.runner.backends.cpu.kernels.attention import BFLOAT16_BYTES
 from baton.runner.backends.cpu.kernels.buffers import Rows
-from baton.runner.backends.cpu.kernels.program import Program
+from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.key_selection import SelectionCall
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.paged_cache import CacheView

@@ -24,7 +24,7 @@ from baton.runner.adapters.model_adapters import ModelAdapters
 from baton.runner.backends.attention_call import StepLayout
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
-from baton.runner.backends.cpu.kernels.program import Program
+from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.operations import Operations
 from baton.runner.model.attention import PagedAttention
 from baton.runner.model.layers import PackedLinear, head_of

@@ -11,7 +11,7 @@ from torch import nn
 from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
-from baton.runner.backends.cpu.kernels.program import Program
+from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import rows_of
 from baton.runner.model.attention import AttentionParameters, PagedAttention

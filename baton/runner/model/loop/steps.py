@@ -17,7 +17,7 @@ from torch.nn import functional
 from baton.runner.adapters.adaptable import AdaptableProduct
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
-from baton.runner.backends.cpu.kernels.program import Program
+from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.model.attention import PagedAttention
 from baton.runner.model.fused_layers import FusedActivation, FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp
 from baton.runner.model.layers import PackedLinear

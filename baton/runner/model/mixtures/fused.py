@@ -13,7 +13,7 @@ from torch import nn
 from baton.runner.adapters.adaptable import AdaptableProduct
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
-from baton.runner.backends.cpu.kernels.program import Program
+from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.routing import Routing, SharedRows
 from baton.runner.model.fused_layers import FusedMlp, FusedNorm, PlainMlp

@@ -17,7 +17,7 @@ from baton.errors import ConfigError
 from baton.runner.backends.attention_call import StepLayout
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
-from baton.runner.backends.cpu.kernels.program import Program
+from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.ranks.ranks import Ranks
 from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall, StateStep, StateView

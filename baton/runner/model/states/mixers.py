@@ -18,7 +18,7 @@ from torch import nn
 from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
-from baton.runner.backends.cpu.kernels.program import Program
+from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.cpu.kernels.rows import NO_LIMITS, GateActivation, GateFunction
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_states import gated_rms_norm

@@ -15,7 +15,7 @@ from baton.runner.backends.cpu.kernels.info import KernelInfo, available
 from baton.runner.backends.cpu.kernels.library import use_isa
 from baton.runner.backends.cpu.kernels.mixture import PackedMixture, clamped_gate, mix_experts, route, sum_experts
 from baton.runner.backends.cpu.kernels.product import PackedHeads, PackedWeight, linear_of_heads, pack_heads
-from baton.runner.backends.cpu.kernels.program import Program
+from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
 from baton.runner.backends.cpu.kernels.rows import (
     activate,

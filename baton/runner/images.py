@@ -28,9 +28,9 @@ from baton.model_formats.images import (
 )
 from baton.runner.backends.operations import Operations
 from baton.runner.model.cached_model import on_device, on_host
+from baton.runner.model.comparison import children_of
 from baton.runner.model.layers import PackedLinear, replace_products
 from baton.runner.model.model_classes import first_line
-from baton.runner.model.recognition import children_of
 from baton.runner.model.stored.mapped_files import MappedFiles
 from baton.runner.model.weights import LoadedModel
 from baton.runner.torch_threads import torch_threads

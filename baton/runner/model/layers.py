@@ -24,8 +24,8 @@ from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.device import CPU
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import Weight
+from baton.runner.model.comparison import children_of
 from baton.runner.model.mixtures.experts import PackedExperts
-from baton.runner.model.recognition import children_of
 from baton.runner.model.stored.absent_weight import AbsentWeight, of_products, without_numbers
 from baton.runner.model.stored.layers import StoredEmbedding, StoredLinear, read_packed
 from baton.runner.model.stored.plan import is_experts, is_linear

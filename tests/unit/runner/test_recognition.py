@@ -20,14 +20,8 @@ from baton.node.process import log_slow_paths
 from baton.runner.backends.cpu import kernel_file
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.model import attention
-from baton.runner.model.fused_layers import (
-    CalledAsAttention,
-    FusedAttention,
-    FusedLayerNorm,
-    FusedMlp,
-    FusedNorm,
-    PlainMlp,
-)
+from baton.runner.model.fused.attention import CalledAsAttention, FusedAttention
+from baton.runner.model.fused.rows import FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp
 from baton.runner.model.loop.angles import RotaryTable
 from baton.runner.model.recognition import fuse
 from baton.runner.model_runner import TorchModelRunner

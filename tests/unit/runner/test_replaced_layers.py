@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from baton.runner.backends.kernel_choice import choose_operations
-from baton.runner.model.fused_layers import FusedNorm
+from baton.runner.model.fused.rows import FusedNorm
 from baton.runner.model.layers import PackedLinear
 from baton.runner.model.stored.layers import StoredLinear
 from baton.runner.model.weights import load_model

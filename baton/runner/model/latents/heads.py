@@ -24,7 +24,7 @@ from baton.runner.backends.low_rank import LowRank, Outputs, RowAdapters
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import Weight, read_weight, rows_of
 from baton.runner.model.attention import Attend, AttentionParameters, heads_in
-from baton.runner.model.recognition import NUM_ROWS, agree
+from baton.runner.model.comparison import NUM_ROWS, agree
 from baton.runner.model.stored.layers import StoredLinear, weight_of
 
 ROWS_AT_A_TIME = 8192

@@ -14,7 +14,7 @@ from torch import nn
 from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts
 from baton.runner.backends.operations import Operations
 from baton.runner.model.attention import KeyScores
-from baton.runner.model.fused_layers import AnyNorm
+from baton.runner.model.fused.rows import AnyNorm
 from baton.runner.model.stored.layers import StoredLinear, weight_of
 
 _LAYERS = ("wq_b", "wk", "weights_proj")

@@ -11,12 +11,7 @@ from torch import nn
 
 from baton.runner.backends.operations import Operations
 from baton.runner.model.attention import EchoAttention, UnsupportedAttention
-from baton.runner.model.fused_layers import Rotation
-from baton.runner.model.latents.fused import FusedLatentAttention, Parts
-from baton.runner.model.latents.heads import LatentHeads, take_heads
-from baton.runner.model.latents.indexer import Selections
-from baton.runner.model.latents.sparse import selects_otherwise, sparse_attention_of
-from baton.runner.model.recognition import (
+from baton.runner.model.comparison import (
     KINDS,
     LAYOUTS,
     NUM_ROWS,
@@ -28,6 +23,11 @@ from baton.runner.model.recognition import (
     like_input,
     random_angles,
 )
+from baton.runner.model.fused.attention import Rotation
+from baton.runner.model.latents.fused import FusedLatentAttention, Parts
+from baton.runner.model.latents.heads import LatentHeads, take_heads
+from baton.runner.model.latents.indexer import Selections
+from baton.runner.model.latents.sparse import selects_otherwise, sparse_attention_of
 from baton.runner.model.stored.layers import forget_weights
 
 

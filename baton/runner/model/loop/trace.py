@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from baton.runner.model.attention import EchoAttention, UnsupportedAttention
-from baton.runner.model.fused_layers import CalledAsAttention, Rotation
+from baton.runner.model.fused.attention import CalledAsAttention, Rotation
 from baton.runner.model.layers import head_of
 from baton.runner.model.long_angles import LongAngles, is_rotary
 from baton.runner.model.loop.angles import AngleKind

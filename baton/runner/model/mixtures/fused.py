@@ -16,7 +16,7 @@ from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.routing import Routing, SharedRows
-from baton.runner.model.fused_layers import FusedMlp, FusedNorm, PlainMlp
+from baton.runner.model.fused.rows import FusedMlp, FusedNorm, PlainMlp
 from baton.runner.model.mixtures.experts import PackedExperts
 
 

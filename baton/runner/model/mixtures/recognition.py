@@ -18,9 +18,9 @@ from torch.nn import functional
 
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.routing import Routing, Scores, choose
-from baton.runner.model.fused_layers import FusedMlp, FusedNorm, PlainMlp
+from baton.runner.model.comparison import agree, children_of
+from baton.runner.model.fused.rows import FusedMlp, FusedNorm, PlainMlp
 from baton.runner.model.mixtures.fused import FusedMixture, MixtureParts
-from baton.runner.model.recognition import agree, children_of
 from baton.runner.model.stored.layers import forget_weights
 from baton.runner.model.stored.plan import is_experts
 

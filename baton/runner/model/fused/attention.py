@@ -1,24 +1,18 @@
-"""Norms, MLPs and attention on Baton's operations, each in the place of a transformers module that computes the same.
-
-`forward` takes and returns what the replaced module does, so transformers' own loop can run them. `rows` computes the
-same without the leading dimension of one, for Baton's loop (decoder.py), and `record` appends it to a program.
-"""
+"""Attention on Baton's operations, in the place of a transformers module that computes the same (rows.py)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
-from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import Weight, rows_in
@@ -30,208 +24,9 @@ from baton.runner.model.attention import (
     of_own_heads,
     require_no_mask,
 )
+from baton.runner.model.fused.rows import AnyNorm, FusedLayerNorm
 from baton.runner.model.stored.layers import weight_of
 
-
-class FusedNorm(nn.Module):
-    """Root mean square norm over the last dimension."""
-
-    def __init__(self, operations: Operations, weight: torch.Tensor, eps: float, plus_one: bool) -> None:
-        super().__init__()
-        self.rms_weight = weight.detach().clone()
-        self.eps = eps
-        self.plus_one = plus_one
-        self._compute = operations.rms_norm
-        self._add_compute = operations.add_rms_norm
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """What layers behind the norm ask for the dtype of their rows."""
-        return self.rms_weight
-
-    @property
-    def width(self) -> int:
-        """N."""
-        return self.rms_weight.shape[0]
-
-    def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """The norm of x [..., N], which may be wider than the weight: the residual of mamba2 is float32."""
-        weight = self.rms_weight if x.dtype == self.rms_weight.dtype else self.rms_weight.to(x.dtype)
-        return self._compute(x, weight, self.eps, plus_one=self.plus_one)
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum x + residual, and the norm of that sum."""
-        return self._add_compute(x, residual, self.rms_weight, self.eps, plus_one=self.plus_one)
-
-    def record(self, program: Program, x: Rows, *, into: str | Rows) -> Rows:
-        return program.rms_norm(x, self.rms_weight, self.eps, plus_one=self.plus_one, into=into)
-
-    def record_add(self, program: Program, x: Rows, residual: Rows, *, into: str | Rows) -> Rows:
-        """Append the norm of x + residual to a program; the sum replaces the residual in its buffer."""
-        return program.add_rms_norm(x, residual, self.rms_weight, self.eps, plus_one=self.plus_one, into=into)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.rows(x)
-
-
-class FusedLayerNorm(nn.Module):
-    """Norm over the last dimension around its mean."""
-
-    def __init__(self, operations: Operations, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> None:
-        """`weight`: [N], or [H, N] for rows of H heads with weights of their own."""
-        super().__init__()
-        self._weight = weight.detach().clone()
-        self._bias = None if bias is None else bias.detach().clone()
-        self._eps = eps
-        self._operations = operations
-        self._compute = operations.layer_norm
-
-    @property
-    def width(self) -> int:
-        """N."""
-        return self._weight.shape[-1]
-
-    @property
-    def num_heads(self) -> int | None:
-        """H; None if all heads have the same weight."""
-        return None if self._weight.ndim == 1 else self._weight.shape[0]
-
-    def of_heads(self, own: range) -> FusedLayerNorm:
-        """The norm of some of the heads, where each has a weight of its own."""
-        return FusedLayerNorm(self._operations, self._weight[own.start : own.stop], self._bias, self._eps)
-
-    def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """The norm of x [..., N]."""
-        return self._compute(x, self._weight, self._bias, self._eps)
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum x + residual, and the norm of that sum."""
-        total = x + residual
-        return total, self.rows(total)
-
-    def record(self, program: Program, x: Rows, *, into: str | Rows) -> Rows:
-        return program.layer_norm(x, self._weight, self._bias, self._eps, into=into)
-
-    def record_add(self, program: Program, x: Rows, residual: Rows, *, into: str | Rows) -> Rows:
-        """Append the norm of x + residual to a program; the sum replaces the residual in its buffer."""
-        return program.add_layer_norm(x, residual, self._weight, self._bias, self._eps, into=into)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.rows(x)
-
-
-class FusedActivation(nn.Module):
-    """An activation that a layer itself applies."""
-
-    def __init__(self, operations: Operations, activation: Activation) -> None:
-        super().__init__()
-        self._operations = operations
-        self._activation = activation
-
-    def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, N] to [T, N]."""
-        return self._operations.activate(x, self._activation)
-
-    def record(self, program: Program, x: Rows, *, into: str) -> Rows:
-        return program.activate(x, self._activation, into=into)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.rows(x.reshape(-1, x.shape[-1])).view(x.shape)
-
-
-class FusedMlp(nn.Module, HasProducts):
-    """A gated MLP: down(act(gate(x)) * up(x))."""
-
-    def __init__(
-        self,
-        operations: Operations,
-        gate: Weight,
-        up: Weight,
-        down: Weight,
-        down_bias: torch.Tensor | None,
-        activation: Activation,
-        names: Sequence[str],
-    ) -> None:
-        """`names`: of the linear layers of the replaced module: of gate and up, or both in one, and of down."""
-        super().__init__()
-        self._activation = activation
-        n, k = gate.shape
-        *inner, last = names
-        modules = [(name, 2 * n // len(inner)) for name in inner]
-        self._gated = AdaptableProduct(operations, operations.pack_gated(gate, up), k, modules)
-        self._down = AdaptableProduct.of_layer(operations, last, down)
-        self._bias = None if down_bias is None else down_bias.detach().clone()
-
-    @property
-    def products(self) -> Sequence[AdaptableProduct]:
-        return self._gated, self._down
-
-    def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, K] to [T, K]."""
-        return self._down.linear(self._gated.gated_linear(x, self._activation), self._bias)
-
-    def record(self, program: Program, x: Rows, *, into: str) -> Rows:
-        inner = self._gated.record_gated(program, x, self._activation, into="inner")
-        return self._down.record(program, inner, self._bias, into=into)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.rows(x.reshape(-1, x.shape[-1]).contiguous()).view(x.shape)
-
-
-class PlainMlp(nn.Module, HasProducts):
-    """An MLP without a gate: down(act(up(x)))."""
-
-    def __init__(
-        self,
-        operations: Operations,
-        up: nn.Linear,
-        down: nn.Linear,
-        activation: Activation | Callable[[torch.Tensor], torch.Tensor],
-        names: Sequence[str],
-        row_quantum: int,
-    ) -> None:
-        """`activation`: its name, or a function that torch computes. `names`: of the linear layers of the replaced
-        module. `row_quantum`: torch computes multiples of this many rows."""
-        super().__init__()
-        self._operations = operations
-        self._activation = activation
-        self._row_quantum = row_quantum
-        weights = [weight_of(part) for part in (up, down)]
-        self._up, self._down = (
-            AdaptableProduct.of_layer(operations, name, weight) for name, weight in zip(names, weights, strict=True)
-        )
-        self._biases = [None if part.bias is None else part.bias.detach().clone() for part in (up, down)]
-
-    @property
-    def products(self) -> Sequence[AdaptableProduct]:
-        return self._up, self._down
-
-    def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, K] to [T, K]."""
-        up_bias, down_bias = self._biases
-        return self._down.linear(self._activated(self._up.linear(x, up_bias)), down_bias)
-
-    def _activated(self, inner: torch.Tensor) -> torch.Tensor:
-        if isinstance(self._activation, str):
-            return self._operations.activate(inner, self._activation)
-        # torch's elementwise kernels round differently in the tail of a tensor, so only padding may be in the tail.
-        padded = functional.pad(inner, (0, 0, 0, -inner.shape[0] % self._row_quantum))
-        return self._activation(padded)[: inner.shape[0]].contiguous()
-
-    def record(self, program: Program, x: Rows, *, into: str) -> Rows:
-        """Append to a program what `rows` computes. Raises KernelArgumentError for what torch computes of it."""
-        if not isinstance(self._activation, str):
-            raise KernelArgumentError("x", "goes through an activation that torch computes")
-        up_bias, down_bias = self._biases
-        inner = self._up.record(program, x, up_bias, into="inner")
-        activated = program.activate(inner, self._activation, into="activated")
-        return self._down.record(program, activated, down_bias, into=into)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.rows(x.reshape(-1, x.shape[-1]).contiguous()).view(x.shape)
-
-
-AnyNorm = FusedNorm | FusedLayerNorm
 AngleLayout = Literal["halves", "half", "pairs"]
 """How a model's cosines and sines are laid out: both halves are equal, only one half is there, or each two neighbours
 are equal."""

@@ -1,0 +1,112 @@
+"""What recognition compares: random input of a module's parts, what it passes to attention, and results that agree."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from baton.runner.model.attention import EchoAttention
+from baton.runner.model.fused.attention import (
+    AngleLayout,
+    Angles,
+)
+from baton.runner.model.stored.layers import (
+    StoredLinear,
+)
+
+NUM_ROWS = 5
+"""So many rows are compared."""
+LAYOUTS: tuple[AngleLayout, ...] = ("halves", "half", "pairs")
+KINDS: tuple[Literal["halves", "pairs", "none"], ...] = ("halves", "pairs", "none")
+_TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2}
+"""The largest difference, as a share of the largest number, that another order of rounding explains."""
+
+
+def children_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Every parent module in `module`, with each child and its name. The caller may replace children meanwhile.
+
+    Parents are remembered by their paths, since a list of modules would keep replaced modules and their weights.
+    """
+    for path in [path for path, _ in module.named_modules()]:
+        try:
+            parent = module.get_submodule(path)
+        except AttributeError:
+            continue  # a part above this module was replaced
+        for name in [name for name, _ in parent.named_children()]:
+            yield parent, name, parent.get_submodule(name)
+
+
+def like_input(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """Input x in the dtype and on the device of a layer's weight, which is not read for that."""
+    return x.to(linear.device, linear.dtype) if isinstance(linear, StoredLinear) else x.to(linear.weight)
+
+
+def linears_of(child: Any, known_names: Sequence[Sequence[str]]) -> dict[str, nn.Linear] | None:
+    """The linear layers of a part that have names which are known together."""
+    for names in known_names:
+        found = {name: getattr(child, name, None) for name in names}
+        if all(isinstance(part, nn.Linear) for part in found.values()):
+            return found  # type: ignore[return-value]
+    return None
+
+
+def random_angles(
+    width: int, layout: AngleLayout, generator: torch.Generator, num_rows: int = NUM_ROWS
+) -> torch.Tensor:
+    """Random angles [1, num_rows, width] in a layout of real models."""
+    few = width if layout == "half" else width // 2
+    angles = torch.rand(1, num_rows, few, dtype=torch.float32, generator=generator) * 6
+    if layout == "pairs":
+        return angles.repeat_interleave(2, dim=-1)
+    return angles if layout == "half" else torch.cat((angles, angles), dim=-1)
+
+
+def echoed(child: nn.Module, x: torch.Tensor, given: Angles) -> tuple[EchoAttention, torch.Tensor]:
+    """What a module passes to attention for the rows x [1, T, K], and what it computes of the echo."""
+    echo = EchoAttention()
+    object.__setattr__(child, "baton_attend", echo)
+    # Layers without any rotation hand on to attention what they don't know.
+    takes_angles = "position_embeddings" in inspect.signature(type(child).forward).parameters
+    angles: dict[str, Any] = {"position_embeddings": given} if takes_angles else {}
+    if "position_ids" in inspect.signature(type(child).forward).parameters:
+        angles["position_ids"] = probe_places(x.shape[1]).to(x.device)[None]
+    return echo, child(hidden_states=x, attention_mask=None, **angles)[0]
+
+
+def agree(expected: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether two results of one dtype differ by no more than another order of rounding explains."""
+    if expected.shape != out.shape or expected.dtype != out.dtype:
+        return False
+    difference = (expected.float() - out.float()).abs().max()
+    return bool(difference <= _TOLERANCE[expected.dtype] * expected.float().abs().max())
+
+
+def angle_widths(module: nn.Module) -> list[int]:
+    """The numbers of angles that a position may have: two for each inverse frequency, or one."""
+    sizes = {buffer.numel() for name, buffer in module.named_buffers() if name.endswith("inv_freq")}
+    return [2 * size for size in sorted(sizes)] + sorted(sizes)
+
+
+def angle_dtypes_of(module: nn.Module) -> set[torch.dtype]:
+    """The dtypes of the cosines and sines that rotary modules give for rows in the dtype of the weights."""
+    like = torch.zeros(1, 1, 1, dtype=next((p.dtype for p in module.parameters() if p.is_floating_point()), None))
+    dtypes = set()
+    for rotary in module.modules():
+        if not any(name.endswith("inv_freq") for name, _ in rotary.named_buffers(recurse=False)):
+            continue
+        device = next(rotary.buffers()).device
+        try:
+            angles = rotary(like.to(device), torch.zeros(1, 1, dtype=torch.int64, device=device))
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
+            continue  # It takes other arguments, so its angles are not known before a step.
+        dtypes |= {part.dtype for part in angles}
+    return dtypes
+
+
+def probe_places(num_rows: int) -> torch.Tensor:
+    """The positions of compared rows, int64 [num_rows], some of them behind the lengths of most models' training."""
+    return torch.arange(num_rows) * 8000

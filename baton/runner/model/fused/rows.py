@@ -106,7 +106,7 @@ class FusedLayerNorm(nn.Module):
         return program.add_layer_norm(x, residual, self._weight, self._bias, self._eps, into=into)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.rows(x)
+        return self.rows(x.contiguous())
 
 
 class FusedActivation(nn.Module):
@@ -125,7 +125,7 @@ class FusedActivation(nn.Module):
         return program.activate(x, self._activation, into=into)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.rows(x.reshape(-1, x.shape[-1])).view(x.shape)
+        return self.rows(x.reshape(-1, x.shape[-1]).contiguous()).view(x.shape)
 
 
 class FusedMlp(nn.Module, HasProducts):

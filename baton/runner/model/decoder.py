@@ -164,9 +164,9 @@ class Decoder:
 
     def _has_program(self, num_rows: int) -> bool:
         """Whether a program computes a step: its rows may be too many, or have adapters that programs don't know."""
-        return (
-            bool(self._programs) and num_rows <= self._most_rows and not any(part.is_adapted for part in self._limited)
-        )
+        if not self._programs or num_rows > self._most_rows:
+            return False
+        return self._adapters.rows.slots is None or not any(part.is_adapted for part in self._limited)
 
     def compute(
         self,

@@ -48,7 +48,7 @@ def test_heads_have_the_same_bits_however_many_are_computed_together(
     if by_torch:
         how["operations"] = TorchOperations(1)
     together = logits(load_with(tmp_path, **how))
-    monkeypatch.setattr(heads, "_ROWS_AT_A_TIME", 1)
+    monkeypatch.setattr(heads, "ROWS_AT_A_TIME", 1)
     monkeypatch.setattr(heads, "_FEWEST_HEADS", 3)
     assert np.array_equal(logits(load_with(tmp_path, **how)), together)
 

@@ -19,6 +19,7 @@ from baton.messages.node_report import KV_PROBE_FAILED, TraceEvent
 from baton.messages.operator import ClusterStatus
 from baton.processes.fork_server import ForkedProcess
 from baton.registry.embedded import find_redis_server
+from baton.v1 import operator_pb2
 from tests.support.command_on_host import start_on_host
 from tests.support.hosts import Hosts, NotPermitted, hosts
 from tests.support.process_cluster import BOUND_S, ClusterSession
@@ -147,8 +148,12 @@ class HostsSession(ClusterSession):
         return [event for event in await self.trace(name, request_id) if event.attempt.attempt == attempt]
 
     async def prefill_node(self, request_id: str, attempt: int) -> str:
-        """The name of the prefill node of an attempt."""
-        (name,) = [name for name in PREFILL if await self.told(name, request_id, attempt)]
+        """The name of the prefill node of a request's attempt, by the router: a throttled node may be too slow to say
+        it before the client takes it for dead."""
+        asked = operator_pb2.ListRequestsRequest(request_id=request_id)
+        (row,) = (await self._operator.ListRequests(asked, timeout=BOUND_S)).requests
+        assert row.attempts == attempt
+        name: str = row.prefill_node
         return name
 
 

@@ -104,7 +104,7 @@ def test_a_mixture_has_the_bits_of_its_experts(dtype: torch.dtype, kind: str) ->
     mixture: Any = operations.pack_mixture(ups, downs, "silu")
     for num_rows in (1, 7, 150):
         x = randn(num_rows, k, seed=9, dtype=dtype)
-        # Of one expert there are many rows, of another none, and one number is no expert's.
+        # One expert has many rows, another has none, and one number is no expert's.
         chosen = (torch.rand(num_rows, 3, generator=torch.Generator().manual_seed(1)) ** 2 * (experts + 1)).int()
         of_rows = randn(num_rows, 3, seed=2).softmax(-1)
         outs = torch.zeros(num_rows * 3, k, dtype=dtype)

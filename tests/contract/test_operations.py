@@ -104,7 +104,7 @@ def test_norms_equal_those_in_float64(operations: Any, dtype: torch.dtype) -> No
 
 
 def test_norms_around_the_mean_equal_those_in_float64(operations: Any, dtype: torch.dtype) -> None:
-    """Of rows, and of heads with weights of their own."""
+    """The norm is of rows, or of heads with weights of their own."""
     x, bias = (randn(13, 4, 24, seed=0) + 3).to(dtype), randn(24, seed=2, dtype=dtype)
     for weight in (randn(24, seed=1, dtype=dtype), randn(4, 24, seed=1, dtype=dtype)):
         around = x.double() - x.double().mean(-1, keepdim=True)

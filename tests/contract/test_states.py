@@ -350,7 +350,7 @@ def test_gates_equal_those_in_float64(operations: Any, dtype: torch.dtype, funct
 def test_gated_norms_equal_those_in_float64(
     operations: Any, dtype: torch.dtype, activation: Any, gate_first: bool
 ) -> None:
-    """Those that are gated first have a weight for each head."""
+    """Rows that are gated first have a weight for each head."""
     x, wide_gate = randn(13, 3, 37, dtype=dtype), 3 * randn(13, 7 + 111, seed=1, dtype=dtype)
     by = wide_gate[:, 7:].view(13, 3, 37)
     weight = randn(*((3, 37) if gate_first else (37,)), seed=2, dtype=dtype)

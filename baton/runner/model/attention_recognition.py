@@ -77,7 +77,7 @@ def fused_attention(
         try:
             echo, _ = echoed(child, x, (cos, sin))
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-            # It takes angles of another width, or other arguments.
+            # The module takes angles of another width, or other arguments.
             why = why if is_called else f"called with {width} angles it raised {type(error).__name__}: {error}"
             continue
         if echo.how is None:

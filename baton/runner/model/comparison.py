@@ -10,13 +10,8 @@ import torch
 from torch import nn
 
 from baton.runner.model.attention import EchoAttention
-from baton.runner.model.fused.attention import (
-    AngleLayout,
-    Angles,
-)
-from baton.runner.model.stored.layers import (
-    StoredLinear,
-)
+from baton.runner.model.fused.attention import AngleLayout, Angles
+from baton.runner.model.stored.layers import StoredLinear
 
 NUM_ROWS = 5
 """So many rows are compared."""

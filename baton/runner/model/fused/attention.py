@@ -65,9 +65,8 @@ class Rotation:
     """What the model multiplies queries with before attention; here it is part of attention's scale."""
     bound: float | None = None
     """What queries, keys and values are before anything else if they exceed it, in either direction; None: they may."""
-
     query_scale: QueryScale | None = None
-    """Of layers in which all columns of heads are rotated; None: queries are multiplied with nothing."""
+    """How queries are multiplied by position, if all columns of heads are rotated; None: they are not."""
 
     def arranged(self, angles: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Cosines or sines [T, R] with two equal halves, as the operations take them, from those of the model.

@@ -66,6 +66,15 @@ class _Seen(NamedTuple):
     weights: torch.Tensor
 
 
+class _Behind(NamedTuple):
+    """What a mixture does with the rows of its experts: fields of MixtureParts."""
+
+    shared: str | None
+    shared_gate: str | None
+    factor: float
+    norm: str | None
+
+
 def fuse_mixtures(module: nn.Module, operations: Operations, dtype: torch.dtype) -> None:
     """Replace the mixtures of a model that are recognised, whose MLPs and norms have been fused and experts have not.
 
@@ -108,8 +117,8 @@ def _parts_of(child: nn.Module, dtype: torch.dtype) -> MixtureParts | None:
     behind = _behind(child, x, echo.gave[0], out.reshape(x.shape))
     if found is None or behind is None:
         return None
-    behind = replace(behind, router=routers[0].path, experts=experts[0], gives_tuple=isinstance(given, tuple))
-    return replace(behind, routing=found[0], logits_dtype=found[1])
+    gives_tuple = isinstance(given, tuple)
+    return MixtureParts(routers[0].path, experts[0], *found, **behind._asdict(), gives_tuple=gives_tuple)
 
 
 def _routers_of(child: nn.Module, experts: str) -> Iterator[_Router]:
@@ -203,8 +212,8 @@ def _factors(child: nn.Module) -> list[float]:
     return [1.0, *sorted(floats - {1.0})]
 
 
-def _behind(child: nn.Module, x: torch.Tensor, experts: torch.Tensor, out: torch.Tensor) -> MixtureParts | None:
-    """What a mixture does with its experts' rows: the fields of MixtureParts that say so; None: something else."""
+def _behind(child: nn.Module, x: torch.Tensor, experts: torch.Tensor, out: torch.Tensor) -> _Behind | None:
+    """What a mixture does with the rows of its experts; None: something else than is known."""
     children = dict(child.named_children())
     mlps: list[str | None] = [name for name, part in children.items() if isinstance(part, FusedMlp | PlainMlp)]
     gates: list[str | None] = [
@@ -221,6 +230,5 @@ def _behind(child: nn.Module, x: torch.Tensor, experts: torch.Tensor, out: torch
         if norm is not None:
             rows = children[norm](rows)
         if agree(out, rows):
-            nothing: Any = None
-            return MixtureParts("", "", nothing, x.dtype, shared, gate, factor, norm)
+            return _Behind(shared, gate, factor, norm)
     return None

@@ -87,6 +87,32 @@ class StateMixer(nn.Module, HasProducts):
         return AdaptableProduct(self._operations, packed, linear[0][1].in_features, modules, order), bias
 
 
+class GatedStateMixer(StateMixer):
+    """A mixer whose recurrence's outputs are gated and normed before the last product."""
+
+    _norm: GatedNorm
+    _out_bias: torch.Tensor | None
+
+    def _finished(
+        self, x: torch.Tensor, out: torch.Tensor, gate: torch.Tensor, sample_rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What the mixer gives for rows x [T, K], from outputs [T, ...] and their gates; `sample_rows`: as `rows`."""
+        if sample_rows is not None:
+            self._in.keep(sample_rows)
+            out, gate = out[sample_rows], gate[sample_rows]
+        if out.shape[0] == 0:
+            return x[:0]
+        return self._out.linear(self._norm.rows(self._operations, out, gate), self._out_bias)
+
+    def _record_finished(self, program: Program, out: Rows, gate: Rows, *, sampling: bool, into: str) -> Rows:
+        """Append to a program what `_finished` computes; with `sampling` only for the rows that sample."""
+        if sampling:
+            out = program.take_sampled(out, into="sampled recurred")
+            gate = program.take_sampled(gate, into="sampled gate")
+        normed = self._norm.record(program, out, gate, into="gated")
+        return self._out.record(program, normed, self._out_bias, into=into)
+
+
 class ShortConvolution(StateMixer):
     """A gated short convolution (LFM2): out(c * convolve(b * x)), where in gives b, c and x."""
 
@@ -198,7 +224,7 @@ class DecayGate(NamedTuple):
         return cls("softplus", None, -rates)
 
 
-class GatedDeltaNet(StateMixer):
+class GatedDeltaNet(GatedStateMixer):
     """Gated DeltaNet (arXiv 2412.06464): queries, keys and values are convolved, the outputs of the recurrence normed
     in each head and gated."""
 
@@ -274,13 +300,7 @@ class GatedDeltaNet(StateMixer):
             DELTA_RULE_NORM_EPS,
             heads,
         )
-        out = self.baton_attend.states.recur(self.layer_idx, rows)
-        if sample_rows is not None:
-            self._in.keep(sample_rows)
-            out, gate = out[sample_rows], gate[sample_rows]
-        if out.shape[0] == 0:
-            return x[:0]
-        return self._out.linear(self._norm.rows(self._operations, out, gate), self._out_bias)
+        return self._finished(x, self.baton_attend.states.recur(self.layer_idx, rows), gate, sample_rows)
 
     def record(
         self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: HasPagedStates, *, sampling: bool, into: str
@@ -305,13 +325,10 @@ class GatedDeltaNet(StateMixer):
         out = paged.states.record_recurrence(
             program, self.layer_idx, rows, key_dim**-0.5, DELTA_RULE_NORM_EPS, into="recurred"
         )
-        if sampling:
-            out = program.take_sampled(out, into="sampled recurred")
-            gate = program.take_sampled(gate, into="sampled gate")
-        return self._out.record(program, self._norm.record(program, out, gate, into="gated"), self._out_bias, into=into)
+        return self._record_finished(program, out, gate, sampling=sampling, into=into)
 
 
-class Mamba2(StateMixer):
+class Mamba2(GatedStateMixer):
     """Mamba-2 (arXiv 2405.21060): values, keys and queries are convolved, and the outputs of the recurrence, which has
     one step of each head for decay and values, gated and normed."""
 
@@ -358,13 +375,7 @@ class Mamba2(StateMixer):
             has_delta_rule=False,
             skip=self._skip,
         )
-        out = self.baton_attend.states.recur(self.layer_idx, rows).flatten(1)
-        if sample_rows is not None:
-            self._in.keep(sample_rows)
-            out, gate = out[sample_rows], gate[sample_rows]
-        if out.shape[0] == 0:
-            return x[:0]
-        return self._out.linear(self._norm.rows(self._operations, out, gate), self._out_bias)
+        return self._finished(x, self.baton_attend.states.recur(self.layer_idx, rows), gate, sample_rows)
 
     def record(
         self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: HasPagedStates, *, sampling: bool, into: str
@@ -382,11 +393,7 @@ class Mamba2(StateMixer):
         out = paged.states.record_recurrence(
             program, self.layer_idx, rows, 1.0, None, has_delta_rule=False, skip=self._skip, into="recurred"
         )
-        if sampling:
-            out = program.take_sampled(out, into="sampled recurred")
-            gate = program.take_sampled(gate, into="sampled gate")
-        normed = self._norm.record(program, out, gate, into="gated")
-        return self._out.record(program, normed, self._out_bias, into=into)
+        return self._record_finished(program, out, gate, sampling=sampling, into=into)
 
 
 def _columns(rows: Rows, *widths: int) -> list[Rows]:

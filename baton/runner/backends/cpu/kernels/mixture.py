@@ -53,7 +53,7 @@ class PackedMixture:
         if (first_down.k, first_down.n) != (self.inner, self.k):
             raise KernelArgumentError("downs", f"must be [{self.k}, {self.inner}]")
         self.dtype = first_up.dtype if isinstance(first_up, PackedWeight) else None
-        """That of the rows; None: any."""
+        """The dtype that rows must have; None: rows may have any dtype of the kernels."""
         self._biases = biases
         self._kept = (ups, downs)
         self._clamp = ClampCall()
@@ -63,7 +63,7 @@ class PackedMixture:
         self._up, self._down = _expert_call(first_up, activation), _expert_call(first_down, NOT_GATED)
         self._ups, self._downs = (_addresses(weights) for weights in (ups, downs))
         self.gathered_bytes, self.quantized_bytes = _row_bytes(first_up), _row_bytes(first_down)
-        """Of a row of quantised x, and of the inner rows quantised; None: they are not."""
+        """The bytes of a quantised row of x, and of a quantised inner row; None: these rows are not quantised."""
 
     def structure(self, dtype: torch.dtype, factor: float, most: int) -> MixtureCall:
         """The kernel's arguments for rows of a dtype, without those of a step."""

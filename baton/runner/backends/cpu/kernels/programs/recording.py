@@ -23,13 +23,7 @@ from baton.runner.backends.cpu.kernels.call_structs import (
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.float8 import PackedFloat8Weight
 from baton.runner.backends.cpu.kernels.library import DTYPES, library
-from baton.runner.backends.cpu.kernels.product import (
-    ACTIVATIONS,
-    NOT_GATED,
-    Activation,
-    PackedHeads,
-    PackedWeight,
-)
+from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, NOT_GATED, Activation, PackedHeads, PackedWeight
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
 from baton.runner.backends.cpu.kernels.weights import Packed, PackedPart, StackedWeight, columns_of
 
@@ -226,7 +220,7 @@ class Recording:
         """
         of = x if out is None else out
         dtype = (x.dtype if x is not None and kind is OperationKind.ROUTE else self._dtype) if dtype is None else dtype
-        # Those that recurrences, rotations and routes have checked may be float32.
+        # The operands that recurrences, rotations, routes and mixtures have checked may have other dtypes.
         alike = {OperationKind.RECUR: 2, OperationKind.ROTATE: 0, OperationKind.ROUTE: 0, OperationKind.MIXTURE: 0}
         same = [*operands[: alike.get(kind, len(operands))]]
         if kind not in (OperationKind.LINEAR, OperationKind.ROUTE, OperationKind.TAKE_ROWS):

@@ -17,10 +17,7 @@ from baton.runner.backends.cpu.kernels.call_structs import (
 )
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.library import DTYPES
-from baton.runner.backends.cpu.kernels.product import (
-    CLAMP,
-    Activation,
-)
+from baton.runner.backends.cpu.kernels.product import CLAMP, Activation
 from baton.runner.backends.cpu.kernels.programs.recording import Recording
 from baton.runner.backends.cpu.kernels.rows import (
     NO_LIMITS,

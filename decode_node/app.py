@@ -13,6 +13,7 @@ from baton.node.reports.figures import KV_FETCH_HELP
 from baton.node.role import NodeRole, RoleContext, Servicer
 from baton.observe.metrics import Distribution, Figure, by_label
 from baton.runner.blocks.block_digests import block_digests
+from baton.wire.liveness import PeerAccess
 from decode_node.connector import IntakeConnector
 from decode_node.intake import Intake
 from decode_node.senders import KnownSenders, own_kv_format
@@ -21,7 +22,6 @@ from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.digests import digest_every
 from kv_transfer.figures import failure_figures, handshake_figures, probe_figures, read_figures, transfer_figures
 from kv_transfer.layout import PROTOCOL_VERSION, LayoutFingerprint, LinkIdentity
-from kv_transfer.link.liveness import PeerAccess
 from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import PartsMover, mover_of_node

@@ -24,6 +24,7 @@ from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import StageTimings
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.observe.log_limit import LimitedLog
+from baton.wire.liveness import DIRECT, PeerAccess
 from decode_node.pair_prober import PairProber
 from decode_node.senders import AbsentSenders, SenderLinks
 from kv_transfer.digests import LazyInbox
@@ -41,7 +42,6 @@ from kv_transfer.link.link_messages import (
     request_of,
     sender_of,
 )
-from kv_transfer.link.liveness import DIRECT, PeerAccess
 from kv_transfer.mover.part_mover import (
     BlocksDigested,
     Connected,

@@ -24,9 +24,9 @@ from baton.messages.ids import Peer
 from baton.messages.kv_cache import KVFormat
 from baton.observe.metrics import Histogram
 from baton.registry import Snapshot
+from baton.wire.liveness import PROBE_DELAYS_S, PortState
 from kv_transfer.link.link_client import LinkClient
 from kv_transfer.link.link_messages import ReaderMessage
-from kv_transfer.link.liveness import PROBE_DELAYS_S, PortState
 
 HANDSHAKE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 REOPEN_S = 1.0

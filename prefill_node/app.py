@@ -11,12 +11,12 @@ from baton.messages.node import StageTimings
 from baton.node.attempts.attempt_times import TransferFigures
 from baton.node.role import NodeRole, RoleContext, Servicer
 from baton.observe.metrics import Distribution, Figure, declared_figures
+from baton.wire.liveness import is_running
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.digests import digest_every
 from kv_transfer.figures import probe_figures, refusal_figures
 from kv_transfer.layout import PROTOCOL_VERSION, LayoutFingerprint, LinkIdentity
-from kv_transfer.link.liveness import is_running
 from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import PartsMover, digests_of_node, mover_of_node

@@ -29,6 +29,7 @@ from baton.messages.node import StageTimings
 from baton.messages.node_report import KV_PROBE_FAILED, FailedProbe, HandoffReport, RefusedLink
 from baton.observe.log_limit import LimitedLog
 from baton.runner.blocks.block_digests import BlockDigests
+from baton.wire.liveness import IsRunning, has_ended, is_running, nobody_listens
 from kv_transfer.digests import BlockName, OfferedDigests
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
@@ -36,7 +37,6 @@ from kv_transfer.link.failures import RefusedLinks
 from kv_transfer.link.link import HEARTBEAT_S
 from kv_transfer.link.link_messages import AskProbe, Closing, ProbeResult, ReaderMessage, is_digested, request_of
 from kv_transfer.link.link_server import LinkServer
-from kv_transfer.link.liveness import IsRunning, has_ended, is_running, nobody_listens
 from kv_transfer.mover.part_mover import BlockFilled, DeliverEvent, FillFailed, MoverEvent
 from kv_transfer.mover.parts_mover import PartsMover
 from kv_transfer.sender.lease import LeaseBook

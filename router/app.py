@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from baton.background import BackgroundWatch, current_watch
 from baton.config import RouterConfig
 from baton.errors import BackgroundFault, ExitCode
-from baton.node.name_claim import Asks, require_free_name
+from baton.node.name_claim import Asks, proving_absence, require_free_name
 from baton.observe.logs import log_also
 from baton.observe.ready import Ready, announce
 from baton.processes.ends import end_within
@@ -86,15 +86,17 @@ def asks_with(dialer: Dialer) -> Asks:
             # The router that answers is the first of its nodes.
             return client.status(_ANSWER_S).nodes[0].incarnation
 
-    async def asks(record: NodeRecord) -> str:
+    async def ask_in_thread(address: str) -> str:
         # In a separate thread: one of asyncio's would stay for ever, in just those routers that met such a record.
         thread = ThreadPoolExecutor(1)
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                thread, ask, record.operator_address or record.address
-            )
+            return await asyncio.get_running_loop().run_in_executor(thread, ask, address)
         finally:
             thread.shutdown(wait=False)
+
+    async def asks(record: NodeRecord) -> str:
+        address = record.operator_address or record.address
+        return await proving_absence(address, ask_in_thread(address))
 
     return asks
 

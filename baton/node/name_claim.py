@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
-from baton.errors import BatonError, ConfigError, Unreachable
+import structlog
+
+from baton.errors import BatonError, ConfigError, NobodyListens, Unreachable
 from baton.registry import Membership, NodeRecord
+from baton.wire.liveness import nobody_listens
+
+_log = structlog.get_logger(__name__)
 
 Asks = Callable[[NodeRecord], Awaitable[str]]
-"""Which incarnation answers at a record's address. Raises Unreachable when nobody does, and another BatonError when the
-answer does not say which."""
+"""Which incarnation answers at a record's address. Raises NobodyListens when its host proves that none does (see
+`proving_absence`), and another BatonError when that remains unclear."""
 
 
 async def require_free_name(membership: Membership, name: str, asks: Asks) -> None:
     """Check, before a process starts, that its name is free; raises ConfigError when a process of that name lives, and
     when the registry does not answer.
 
-    A record may outlive its process by its lease, so it does not count if nobody answers at its address, or another
-    process does. If the answer does not say which process it is, the process lives if its record is still renewed.
+    A record may outlive its process by its lease, so it does not count if nobody listens at its address, or another
+    process answers there. If neither is sure, the process lives if its record is still renewed.
     """
     unclear = await _unclear_records(await _namesakes(membership, name), asks)
     if unclear:
@@ -47,6 +52,18 @@ async def require_first(membership: Membership, own: NodeRecord, asks: Asks) -> 
         return
 
 
+async def proving_absence(address: str, answer: Awaitable[str]) -> str:
+    """The answer of the process at HOST:PORT. Raises NobodyListens in place of Unreachable if its host refuses
+    connections: a call fails for other reasons, too, while the process lives.
+    """
+    try:
+        return await answer
+    except Unreachable as error:
+        if await nobody_listens(address):
+            raise NobodyListens(str(error)) from error
+        raise
+
+
 async def start_number(membership: Membership, name: str) -> int:
     """The number of a process's start, for `NodeRecord.start_number`; 0 if the registry does not answer."""
     try:
@@ -68,13 +85,14 @@ async def _unclear_records(records: Iterable[NodeRecord], asks: Asks) -> list[No
     for record in records:
         try:
             answer = await asks(record)
-        except Unreachable:
-            continue
+        except NobodyListens as error:
+            answer = str(error)
         except BatonError:
             unclear.append(record)
             continue
         if answer == record.incarnation:
             raise _name_taken(record)
+        _log.info("an earlier process of this name is gone", node=record.name, earlier=record.incarnation, said=answer)
     return unclear
 
 

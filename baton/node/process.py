@@ -19,7 +19,7 @@ from baton.failpoints import configure_failpoints
 from baton.messages.node import NodeDescription, Role
 from baton.node.leftovers import describe_left, may_be_written
 from baton.node.lifecycle import NodeStop
-from baton.node.name_claim import Asks, require_free_name
+from baton.node.name_claim import Asks, proving_absence, require_free_name
 from baton.node.role import NodeRole, RoleContext
 from baton.node.runner_spec import runner_spec
 from baton.node.serve import Node
@@ -205,12 +205,15 @@ async def serve_roles(
 def asks_with(dialer: Dialer) -> Asks:
     """A function that asks the node at a record's address which incarnation it is."""
 
-    async def asks(record: NodeRecord) -> str:
-        client = NodeClient(record.address, dialer)
+    async def ask(address: str) -> str:
+        client = NodeClient(address, dialer)
         try:
             return (await client.describe(_ANSWER_S)).node.incarnation
         finally:
             await client.close()
+
+    async def asks(record: NodeRecord) -> str:
+        return await proving_absence(record.address, ask(record.address))
 
     return asks
 

@@ -15,11 +15,11 @@ from baton.errors import TransferCause, TransferFailed
 from baton.messages.ids import Peer
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc
 from baton.wire.credentials import PLAINTEXT_DIALER
+from baton.wire.liveness import IsRunning, is_running
 from kv_transfer.layout import MAX_PARTS, LinkIdentity, layout_mismatch
 from kv_transfer.link.link import CAUSE_KEY, HANDSHAKE_S, HEARTBEAT_S, LinkStream
 from kv_transfer.link.link_codec import read_sender_message, read_welcome, write_hello, write_reader_message
 from kv_transfer.link.link_messages import LinkHello, LinkWelcome, ReaderMessage, SenderMessage
-from kv_transfer.link.liveness import IsRunning, is_running
 
 _log = logging.getLogger(__name__)
 _Call = grpc.aio.StreamStreamCall[kv_link_pb2.OpenRequest, kv_link_pb2.OpenResponse]

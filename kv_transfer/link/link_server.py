@@ -13,11 +13,11 @@ import grpc
 from baton.background import current_watch
 from baton.errors import TransferCause
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc
+from baton.wire.liveness import IsRunning, is_running
 from kv_transfer.layout import LinkIdentity, PeerNode, layout_mismatch
 from kv_transfer.link.link import CAUSE_KEY, HANDSHAKE_S, HEARTBEAT_S, LinkStream
 from kv_transfer.link.link_codec import read_hello, read_reader_message, write_sender_message, write_welcome
 from kv_transfer.link.link_messages import LinkHello, ReaderMessage, SenderMessage, welcome_of
-from kv_transfer.link.liveness import IsRunning, is_running
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _NODE_STOPS = "the node stops"

@@ -23,12 +23,12 @@ from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.runner.blocks.block_digests import block_digests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
+from baton.wire.liveness import DIRECT
 from decode_node.connector import IntakeConnector
 from decode_node.intake import Intake
 from kv_transfer.backends.base import ReadHandle, TransferBackend
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.link.link_messages import ConfirmRead, Heartbeat, ReaderMessage
-from kv_transfer.link.liveness import DIRECT
 from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import OwnPart, PartsMover

@@ -39,12 +39,12 @@ from baton.registry import NodeRecord
 from baton.runner import SimulatedSpec
 from baton.runner.blocks.block_digests import BlockDigests, block_digests
 from baton.runner.simulated import SimulatedRunner
+from baton.wire.liveness import PeerAccess, PortState
 from decode_node.connector import IntakeConnector
 from decode_node.intake import Intake
 from decode_node.senders import KnownSenders, own_kv_format
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.layout import PROTOCOL_VERSION, LayoutFingerprint, LinkIdentity, part_name
-from kv_transfer.link.liveness import PeerAccess, PortState
 from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import PartsMover
 from kv_transfer.mover.pieces import WindowLimits

@@ -9,11 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import BatonError, ConfigError, DeadlineExceeded, PermissionDenied, Unreachable
+from baton.errors import BatonError, ConfigError, DeadlineExceeded, NobodyListens, PermissionDenied, Unreachable
 from baton.node.name_claim import Asks, require_first, require_free_name, start_number
+from baton.node.process import asks_with as asks_of_node
 from baton.registry import NodeRecord
 from baton.wire.credentials import PLAINTEXT_DIALER
-from router.app import asks_with
+from router.app import asks_with as asks_of_router
 from tests.doubles.fake_registry import FakeRegistry, FakeRegistryStore
 from tests.support.free_ports import first_free_port
 from tests.support.router_parts import prefill, record_of
@@ -27,7 +28,7 @@ def answers(said: Mapping[str, str | BatonError]) -> Asks:
     """Answers for each address as `said` has them."""
 
     async def asks(record: NodeRecord) -> str:
-        answer = said.get(record.address, Unreachable("nobody there"))
+        answer = said.get(record.address, NobodyListens("nobody there"))
         if isinstance(answer, BatonError):
             raise answer
         return answer
@@ -47,7 +48,7 @@ async def test_a_name_without_a_record_is_free(store: FakeRegistryStore) -> None
     await registry.close()
 
 
-@pytest.mark.parametrize("said", [Unreachable("refused"), "somebody.else"])
+@pytest.mark.parametrize("said", [NobodyListens("refused"), "somebody.else"])
 async def test_a_record_whose_process_is_gone_does_not_block_its_name(
     store: FakeRegistryStore, said: str | BatonError
 ) -> None:
@@ -67,7 +68,7 @@ async def test_the_second_process_of_a_name_is_told_which_one_has_it(store: Fake
     await registry.close()
 
 
-@pytest.mark.parametrize("said", [DeadlineExceeded("silent"), PermissionDenied("not you")])
+@pytest.mark.parametrize("said", [DeadlineExceeded("silent"), PermissionDenied("not you"), Unreachable("reset")])
 async def test_a_process_that_does_not_identify_itself_lives_if_it_renews_its_record(
     store: FakeRegistryStore, said: BatonError
 ) -> None:
@@ -117,10 +118,20 @@ async def test_of_two_processes_that_start_at_once_the_later_one_ends(store: Fak
     await registry.close()
 
 
+async def test_a_call_that_fails_proves_nothing_of_a_process_that_listens() -> None:
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    async with server:
+        record = replace(OLD, address=f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        for asks in (asks_of_router(PLAINTEXT_DIALER), asks_of_node(PLAINTEXT_DIALER)):
+            with pytest.raises(Unreachable) as failed:
+                await asks(record)
+            assert not isinstance(failed.value, NobodyListens)
+
+
 @pytest.mark.timeout(20)
 async def test_asking_for_an_incarnation_leaves_no_thread_behind() -> None:
     before = set(threading.enumerate())
-    with pytest.raises(Unreachable):
-        await asks_with(PLAINTEXT_DIALER)(replace(OLD, address=f"127.0.0.1:{first_free_port(1)}"))
+    with pytest.raises(NobodyListens):
+        await asks_of_router(PLAINTEXT_DIALER)(replace(OLD, address=f"127.0.0.1:{first_free_port(1)}"))
     for thread in set(threading.enumerate()) - before:
         await asyncio.to_thread(thread.join)

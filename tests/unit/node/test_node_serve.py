@@ -33,7 +33,7 @@ from baton.node.serve import Node
 from baton.observe.metrics import Figure
 from baton.runner import SimulatedSpec
 from baton.wire.clients.node_client import NodeClient
-from kv_transfer.link.liveness import is_running
+from baton.wire.liveness import is_running
 from prefill_node.app import PrefillRole
 from tests.doubles.fake_ranked_runner import FakeRankedRunner, LossMoment
 from tests.doubles.fake_registry import FakeRegistry, FakeRegistryStore

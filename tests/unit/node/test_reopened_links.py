@@ -11,10 +11,10 @@ import pytest
 
 from baton.engine.runner import KVLayout, LayerGeometry, LayerGroup
 from baton.messages.ids import Peer
+from baton.wire.liveness import PeerAccess
 from decode_node.intake import Intake
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.link.link_messages import LinkWelcome, MemoryPart
-from kv_transfer.link.liveness import PeerAccess
 from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import OwnPart, PartsMover
 from kv_transfer.receiver.join_probe import JoinProbes

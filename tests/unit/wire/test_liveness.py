@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from kv_transfer.link.liveness import PortState, is_running, nobody_listens, probe_port
+from baton.wire.liveness import PortState, is_running, nobody_listens, probe_port
 
 
 async def test_connections_are_refused_when_the_process_has_closed_its_port() -> None:

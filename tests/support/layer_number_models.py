@@ -18,7 +18,7 @@ _GEMMA4: Mapping[str, Any] = {
     "global_head_dim": 32,
     "pad_token_id": 0,
 }
-_EMBEDDINGS_BY_LAYER = {"vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 16}
+_EMBEDDINGS_BY_LAYER = {"vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 32}
 
 GEMMA4_MODELS: Mapping[str, Mapping[str, Any]] = {
     "mixture": {

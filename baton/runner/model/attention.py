@@ -254,9 +254,12 @@ class PagedAttention:
         self, program: Program, layer: int, query: Rows, key: Rows, value: Rows, how: AttentionParameters, *, into: str
     ) -> Rows:
         """Append to a program what `attend` does; the query has all rows or only those that sample."""
-        cache, group = self._caches[layer], self._groups[layer]
-        program.store_kv(key, value, cache, group)
-        return program.paged_attention(query, cache, group, how, into=into)
+        program.store_kv(key, value, self._caches[layer], self._groups[layer])
+        return self.record_reading(program, layer, query, how, into=into)
+
+    def record_reading(self, program: Program, layer: int, query: Rows, how: AttentionParameters, *, into: str) -> Rows:
+        """Append to a program what `attend` does with keys and values that are in the cache."""
+        return program.paged_attention(query, self._caches[layer], self._groups[layer], how, into=into)
 
 
 def dense_rows(x: torch.Tensor) -> torch.Tensor:

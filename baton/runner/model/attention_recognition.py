@@ -4,40 +4,64 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from baton.runner.backends.operations import Operations
-from baton.runner.backends.torch_operations import rotate
+from baton.runner.backends.torch_operations import rms_norm, rotate
 from baton.runner.model.attention import EchoAttention, heads_in
 from baton.runner.model.comparison import (
     KINDS,
     LAYOUTS,
     NUM_ROWS,
+    SharedKeys,
     agree,
     echoed,
     like_input,
     linears_of,
     probe_places,
     random_angles,
+    takes_shared,
 )
 from baton.runner.model.fused.attention import (
     AngleLayout,
     AttentionWeights,
     FusedAttention,
+    HeadNorms,
     OutputGate,
     QueryScale,
     Rotation,
 )
-from baton.runner.model.fused.rows import AnyNorm, FusedLayerNorm
+from baton.runner.model.fused.reading_attention import ReadingAttention
+from baton.runner.model.fused.rows import AnyNorm, FusedLayerNorm, FusedNorm
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """What an attention module is called with to find out what it computes."""
+
+    child: Any
+    x: torch.Tensor
+    """[1, T, K]"""
+    cos: torch.Tensor
+    """[1, T, R]"""
+    sin: torch.Tensor
+    layout: AngleLayout
+    shared: SharedKeys
+
+    def echoed(self) -> tuple[EchoAttention, torch.Tensor]:
+        return echoed(self.child, self.x, (self.cos, self.sin), self.shared)
+
 
 _LARGE = 1000.0
 """Attention is compared for as many rows that are so much larger, too, since some of its numbers may be bounded."""
 _GATE_ACTIVATIONS: tuple[Literal["sigmoid", "softplus"], ...] = ("sigmoid", "softplus")
 _PROJECTION_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("query_key_value",), ("c_attn",))
+_KEYS_ARE_VALUES_NAMES = (("q_proj", "k_proj"),)
+_QUERY_NAMES = (("q_proj",),)
 _OUT_NAMES = (("o_proj",), ("out_proj",), ("dense",), ("c_proj",))
 _TAKEN_BY_OTHERS = {"key_value_states", "encoder_hidden_states"}
 """What attention to another text is given."""
@@ -46,62 +70,116 @@ _HEAD_NORM_NAMES = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("quer
 """What models call the parts of attention; what the parts compute is found out."""
 
 
+_Recognised = tuple[FusedAttention | ReadingAttention | None, str]
+"""What computes the same as a module, or why nothing does."""
+
+
 class NotRecognised(Exception):
     """A module looks like attention, but FusedAttention does not compute the same; the message says what differs."""
 
 
-def fused_attention(
-    child: Any,
-    operations: Operations,
-    generator: torch.Generator,
-    widths: list[int],
-    angle_dtypes: set[torch.dtype],
-) -> FusedAttention | None:
-    """None for a module that is not attention; raises NotRecognised if FusedAttention does not compute the same."""
-    weights = None if getattr(child, "layer_idx", None) is None else _attention_weights(child)
-    if weights is None:
-        return None
-    first = next(iter(weights.projections.values()))
-    rows = torch.randn(1, 2 * NUM_ROWS, first.in_features, dtype=torch.float32, generator=generator)
-    rows[:, NUM_ROWS:] *= _LARGE
-    x = like_input(first, rows)
-    if strange := angle_dtypes - {x.dtype, torch.float32}:
-        raise NotRecognised(f"its rotary angles are {strange.pop()}, and its rows {x.dtype}")
-    if len(angle_dtypes) > 1:
-        raise NotRecognised("its rotary angles have several dtypes")
-    why, is_called = "it takes no rotary angles", False
-    angle_dtype = next(iter(angle_dtypes), x.dtype)
-    for width, layout in product(widths or [0], LAYOUTS):
-        angles = random_angles(width, layout, generator, 2 * NUM_ROWS)
-        cos, sin = (part.to(x.device, angle_dtype) for part in (angles.cos(), angles.sin()))
-        try:
-            echo, _ = echoed(child, x, (cos, sin))
-        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-            # The module takes angles of another width, or other arguments.
-            why = why if is_called else f"called with {width} angles it raised {type(error).__name__}: {error}"
-            continue
-        if echo.how is None:
-            why = "it does not call attention through transformers' AttentionInterface"
-            continue
-        if len(echo.seen) > 1:
-            raise NotRecognised(f"it calls attention {len(echo.seen)} times")
-        is_called = True
+class AttentionRecogniser:
+    """Recognises the attention modules of one model, which are given to it in the order of its layers."""
+
+    def __init__(self, operations: Operations, widths: Sequence[int], angle_dtypes: set[torch.dtype]) -> None:
+        """`widths`: the numbers of angles that a position may have. `angle_dtypes`: of the model's angles."""
+        self._operations = operations
+        self._widths = widths or [0]
+        self._angle_dtypes = angle_dtypes
+        self._sources: dict[str, FusedAttention] = {}
+        """The latest attention that shares its keys and values under each name."""
+
+    def fused(self, child: Any, generator: torch.Generator) -> FusedAttention | ReadingAttention | None:
+        """None for a module that is not attention; raises NotRecognised if neither class computes the same."""
+        weights = None if getattr(child, "layer_idx", None) is None else _attention_weights(child)
+        if weights is None:
+            return None
+        first = next(iter(weights.projections.values()))
+        rows = torch.randn(1, 2 * NUM_ROWS, first.in_features, dtype=torch.float32, generator=generator)
+        rows[:, NUM_ROWS:] *= _LARGE
+        x = like_input(first, rows)
+        if strange := self._angle_dtypes - {x.dtype, torch.float32}:
+            raise NotRecognised(f"its rotary angles are {strange.pop()}, and its rows {x.dtype}")
+        if len(self._angle_dtypes) > 1:
+            raise NotRecognised("its rotary angles have several dtypes")
+        why, is_called = "it takes no rotary angles", False
+        angle_dtype = next(iter(self._angle_dtypes), x.dtype)
+        for width, layout in product(self._widths, LAYOUTS):
+            angles = random_angles(width, layout, generator, 2 * NUM_ROWS)
+            cos, sin = (part.to(x.device, angle_dtype) for part in (angles.cos(), angles.sin()))
+            probe = _Probe(child, x, cos, sin, layout, self._shared(x))
+            try:
+                echo, _ = probe.echoed()
+            except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
+                # The module takes angles of another width, or other arguments.
+                why = why if is_called else f"called with {width} angles it raised {type(error).__name__}: {error}"
+                continue
+            if echo.how is None:
+                why = "it does not call attention through transformers' AttentionInterface"
+                continue
+            if len(echo.seen) > 1:
+                raise NotRecognised(f"it calls attention {len(echo.seen)} times")
+            is_called = True
+            query, key, value = echo.seen[0]
+            if value.shape != key.shape or query.shape[2] != key.shape[2]:
+                raise NotRecognised("keys and values have different shapes")
+            recognise = self._reading if probe.shared.taken else self._whole
+            fused, why = recognise(probe, weights, echo)
+            if fused is not None:
+                return fused
+        raise NotRecognised(why)
+
+    def _shared(self, x: torch.Tensor) -> SharedKeys:
+        """The keys and values of the layers before that an attention may take for the rows x [1, T, K]."""
+        heads = {name: (source.how.num_kv_heads, source.head_dim) for name, source in self._sources.items()}
+        return SharedKeys(x.shape[1], x, heads)
+
+    def _whole(self, probe: _Probe, weights: AttentionWeights, echo: EchoAttention) -> _Recognised:
+        """The attention that computes what was seen, or why there is none."""
+        child, how = probe.child, echo.how
+        assert how is not None
         query, key, value = echo.seen[0]
         heads = (query.shape[1], key.shape[1], key.shape[2])
-        if value.shape != key.shape or query.shape[2] != key.shape[2]:
-            raise NotRecognised("keys and values have different shapes")
-        norms = _head_norms(child, heads)
+        norms = _head_norms(probe, heads, self._operations)
         why = "no known kind of rotation gives the same result"
         for laid_out, bound in product(_layouts(weights, heads), _bounds(value)):
-            rotation = _rotation(child, laid_out, norms, bound, x[0], cos[0], sin[0], layout, echo.seen[0])
+            rotation = _rotation(probe, laid_out, heads, norms, bound, (query, key))
             if rotation is None:
                 continue
             for gate in _output_gates(laid_out, heads):
-                fused = FusedAttention(operations, child.layer_idx, laid_out, heads, norms, echo.how, rotation, gate)
-                if _same_attention(child, fused, x, cos, sin):
-                    return fused
+                name = probe.shared.given
+                fused = FusedAttention(
+                    self._operations, child.layer_idx, laid_out, heads, norms, how, rotation, gate, name
+                )
+                if not _same_attention(probe, fused):
+                    continue
+                if name is not None:
+                    self._sources[name] = fused
+                return fused, ""
             why = "its result is changed before the last product"
-    raise NotRecognised(why)
+        return None, why
+
+    def _reading(self, probe: _Probe, weights: AttentionWeights, echo: EchoAttention) -> _Recognised:
+        """The attention that attends to what another layer has in the cache, or why there is none."""
+        child, (name,) = probe.child, probe.shared.taken
+        source, query = self._sources[name], echo.seen[0][0]
+        heads = (query.shape[1], 0, source.head_dim)
+        how, of_source = echo.how, source.how
+        assert how is not None
+        if (how.scale, how.window, how.softcap) != (of_source.scale, of_source.window, of_source.softcap) or how.sinks:
+            return None, f"it attends otherwise than the layer {source.layer_idx}, whose keys it takes"
+        if len(weights.projections) > 1 or weights.gate is not None:
+            return None, "it takes keys of another layer and has products of more than queries"
+        norms = _head_norms(probe, heads, self._operations)
+        rotation = _rotation(probe, weights, heads, norms, None, (query,))
+        if rotation is None or rotation.query_scale is not None:
+            return None, "no known kind of rotation gives the same result"
+        given = next(iter(weights.projections.items()))
+        heads = (heads[0], of_source.num_kv_heads, heads[2])
+        fused = ReadingAttention(
+            self._operations, child.layer_idx, source, given, weights.out, heads, norms.query, rotation
+        )
+        return (fused, "") if _same_reading(probe, fused) else (None, "its result is changed before the last product")
 
 
 def _bounds(value: torch.Tensor) -> list[float | None]:
@@ -121,31 +199,56 @@ def _attention_weights(child: Any) -> AttentionWeights | None:
     """None for a module that is not attention; raises NotRecognised for one that takes no angles."""
     out = linears_of(child, _OUT_NAMES)
     projections = linears_of(child, _PROJECTION_NAMES)
+    keys_are_values = False
+    if projections is None and takes_shared(child) and getattr(child, "v_proj", None) is None:
+        projections = linears_of(child, _KEYS_ARE_VALUES_NAMES)
+        keys_are_values = projections is not None
+        if not hasattr(child, "k_proj"):
+            projections = linears_of(child, _QUERY_NAMES)
     if out is None or projections is None:
         return None
     taken = inspect.signature(type(child).forward).parameters
     if _TAKEN_BY_OTHERS & taken.keys() and getattr(child, "is_cross_attention", True):
         raise NotRecognised("it takes other arguments than rows and rotary angles")
     gate = next(iter((linears_of(child, _GATE_NAMES) or {}).items()), None)
-    return AttentionWeights(projections, next(iter(out.items())), gate)
+    return AttentionWeights(projections, next(iter(out.items())), gate, keys_are_values=keys_are_values)
 
 
-def _head_norms(child: Any, heads: tuple[int, int, int]) -> tuple[AnyNorm | None, AnyNorm | None]:
-    """The norms of queries and keys, of each head or of all together. Raises NotRecognised for others."""
-    num_heads, num_kv_heads, dim = heads
+def _head_norms(probe: _Probe, heads: tuple[int, int, int], operations: Operations) -> HeadNorms:
+    """The norms of queries, keys and values, of each head or of all together; KH is 0 for a layer without keys.
+
+    Raises NotRecognised for others.
+    """
+    child, (num_heads, num_kv_heads, dim) = probe.child, heads
+    value = _value_norm(probe, dim, operations) if num_kv_heads else None
     for names in _HEAD_NORM_NAMES:
         query, key = (getattr(child, name, None) for name in names)
         if query is None and key is None:
             continue
+        if num_kv_heads == 0 and key is None and isinstance(query, FusedNorm) and query.width == dim:
+            return HeadNorms(query)
         if not isinstance(query, AnyNorm) or not isinstance(key, AnyNorm):
             raise NotRecognised("its queries and keys have norms of another kind")
         if isinstance(query, FusedLayerNorm) and query.num_heads is not None:
-            return query, key
+            return HeadNorms(query, key)
         sizes = (query.width, key.width)
         if sizes not in ((dim, dim), (num_heads * dim, num_kv_heads * dim)):
             raise NotRecognised(f"the norms of its queries and keys are {sizes[0]} and {sizes[1]} wide")
-        return query, key
-    return None, None
+        return HeadNorms(query, key, value)
+    return HeadNorms(value=value)
+
+
+def _value_norm(probe: _Probe, width: int, operations: Operations) -> FusedNorm | None:
+    """The norm of values, which has no weight: a norm with ones for it. Raises NotRecognised for another one."""
+    norm = getattr(probe.child, "v_norm", None)
+    if norm is None:
+        return None
+    ones = probe.x.new_ones(width)
+    rows = torch.randn(NUM_ROWS, width, dtype=torch.float32, generator=torch.Generator().manual_seed(0)).to(ones)
+    eps = getattr(norm, "eps", None)
+    if not eps or list(norm.parameters()) or not agree(norm(rows), rms_norm(rows, ones, eps, plus_one=False)):
+        raise NotRecognised("its values have a norm of another kind")
+    return FusedNorm(operations, ones, eps, plus_one=False)
 
 
 def _output_gates(weights: AttentionWeights, heads: tuple[int, int, int]) -> Sequence[OutputGate | None]:
@@ -162,41 +265,42 @@ def _gates_are_in_queries(weights: AttentionWeights, heads: tuple[int, int, int]
 
 
 def _rotation(
-    child: nn.Module,
+    probe: _Probe,
     weights: AttentionWeights,
-    norms: tuple[AnyNorm | None, AnyNorm | None],
+    heads: tuple[int, int, int],
+    norms: HeadNorms,
     bound: float | None,
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    layout: AngleLayout,
     expected: Sequence[torch.Tensor],
 ) -> Rotation | None:
-    """What an attention layer does with the queries and keys of x [T, K], to pass `expected` to attention."""
-    given = torch.cat([part(x) for part in weights.projections.values()], dim=-1).view(len(x), -1, expected[0].shape[2])
-    heads = (expected[0].shape[1], expected[1].shape[1], expected[0].shape[2])
+    """What an attention layer does with the queries and keys of x [T, K], to pass `expected` to attention.
+
+    `expected`: of a layer without keys its queries alone, and `heads` has KH 0.
+    """
+    child, x = probe.child, probe.x[0]
+    given = torch.cat([part(x) for part in weights.projections.values()], dim=-1).view(len(x), -1, heads[2])
     if _gates_are_in_queries(weights, heads):
         given = torch.cat((given[:, : 2 * heads[0] : 2], given[:, 2 * heads[0] :]), dim=1)
     if bound is not None:
         given = given.clamp(-bound, bound)
     if weights.by_head:
         given = given.view(len(x), heads[0], 3, -1).transpose(1, 2).flatten(1, 2)
-    query, key = given[:, : heads[0]], given[:, heads[0] : heads[0] + heads[1]]
+    rows = (given[:, : heads[0]], given[:, heads[0] : heads[0] + heads[1]])
     factors = (1.0, *(number for number in vars(child).values() if isinstance(number, float) and number > 0.0))
     kinds = product(_query_scales(child), dict.fromkeys(factors), KINDS, (False, True))
     for scale, factor, kind, norms_last in kinds:
-        rotation = Rotation(kind, layout, norms_last, factor, bound, scale)
-        of_keys = [rotation.arranged(angles, probe_places(len(x))) for angles in (cos, sin)]
+        rotation = Rotation(kind, probe.layout, norms_last, factor, bound, scale)
+        of_keys = [rotation.arranged(angles[0], probe_places(len(x))) for angles in (probe.cos, probe.sin)]
         of_queries = of_keys
         if scale is not None:
             of_keys, of_queries = ([angles.chunk(2, dim=1)[part] for angles in of_keys] for part in range(2))
         width = of_keys[0].shape[1]
-        if kind != "none" and width > query.shape[2]:
+        if kind != "none" and width > heads[2]:
             continue
-        if scale is not None and (kind == "none" or norms_last or width != query.shape[2]):
+        if scale is not None and (kind == "none" or norms_last or width != heads[2]):
             continue
-        turned = [_turned(query, norms[0], rotation, of_queries), _turned(key, norms[1], rotation, of_keys)]
-        if _agree_in_parts(expected[0], turned[0] * factor) and _agree_in_parts(expected[1], turned[1]):
+        parts = zip(rows, norms, (of_queries, of_keys), (factor, 1.0), strict=False)
+        turned = (_turned(part, norm, rotation, angles) * times for part, norm, angles, times in parts)
+        if all(_agree_in_parts(*both) for both in zip(expected, turned, strict=False)):
             return rotation
     return None
 
@@ -224,19 +328,34 @@ def _turned(
     return normed() if rotation.norms_last else rows
 
 
-def _same_attention(
-    child: nn.Module, fused: FusedAttention, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> bool:
+def _same_attention(probe: _Probe, fused: FusedAttention) -> bool:
     """Whether both pass the same rows to attention and compute the same from its result."""
-    theirs, expected = echoed(child, x, (cos, sin))
-    ours = EchoAttention(fused.rotation.query_factor)
-    object.__setattr__(fused, "baton_attend", ours)
-    places = probe_places(x.shape[1])
-    out = fused.rows(x[0], fused.rotation.arranged(cos[0], places), fused.rotation.arranged(sin[0], places))
+    theirs, expected = probe.echoed()
+    ours, out = _echo_of(probe, fused)
     own = fused.own_heads
     seen = (heads_in(rows, heads) for rows, heads in zip(theirs.seen[0], (own.queries, own.kv, own.kv), strict=True))
     pairs = zip(seen, ours.seen[0], strict=True)
     return _agree_in_parts(expected[0], out) and all(_agree_in_parts(theirs, ours) for theirs, ours in pairs)
+
+
+def _same_reading(probe: _Probe, fused: ReadingAttention) -> bool:
+    """Whether both attend with the same queries and compute the same from its result."""
+    theirs, expected = probe.echoed()
+    query, key, value = theirs.seen[0]
+    own = fused.own_heads
+    with fused.source.sharing(heads_in(key, own.kv), heads_in(value, own.kv)):
+        ours, out = _echo_of(probe, fused)
+    same_queries = _agree_in_parts(heads_in(query, own.queries), ours.seen[0][0])
+    return same_queries and _agree_in_parts(expected[0], out)
+
+
+def _echo_of(probe: _Probe, fused: FusedAttention | ReadingAttention) -> tuple[EchoAttention, torch.Tensor]:
+    """What a fused module passes to attention, and what it computes of the echo."""
+    echo = EchoAttention(fused.rotation.query_factor)
+    object.__setattr__(fused, "baton_attend", echo)
+    places = probe_places(probe.x.shape[1])
+    cos, sin = (fused.rotation.arranged(angles[0], places) for angles in (probe.cos, probe.sin))
+    return echo, fused.rows(probe.x[0], cos, sin)
 
 
 def _agree_in_parts(expected: torch.Tensor, out: torch.Tensor) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections import UserDict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -60,8 +61,37 @@ def random_angles(
     return angles if layout == "half" else torch.cat((angles, angles), dim=-1)
 
 
-def echoed(child: nn.Module, x: torch.Tensor, given: Angles) -> tuple[EchoAttention, torch.Tensor]:
-    """What a module passes to attention for the rows x [1, T, K], and what it computes of the echo."""
+class SharedKeys(UserDict[str, tuple[torch.Tensor, torch.Tensor]]):
+    """What attention is given keys and values in that layers share, by name: each [1, KH, T, D]."""
+
+    def __init__(self, num_rows: int, like: torch.Tensor, heads: Mapping[str, tuple[int, int]]) -> None:
+        """`heads`: KH and D of the keys and values that layers have shared so far; here they are random numbers."""
+        super().__init__()
+        self.taken: set[str] = set()
+        """The names under which keys and values were asked for."""
+        self._num_rows, self._like, self._heads = num_rows, like, heads
+
+    def __missing__(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        num_heads, width = self._heads[name]
+        generator = torch.Generator().manual_seed(len(name))
+        both = torch.randn(2, 1, num_heads, self._num_rows, width, dtype=torch.float32, generator=generator)
+        self.taken.add(name)
+        key, value = both.to(self._like)
+        return key, value
+
+    @property
+    def given(self) -> str | None:
+        """The name under which an attention has given keys and values; None: it has given none."""
+        return next(iter(self.data), None)
+
+
+def echoed(
+    child: nn.Module, x: torch.Tensor, given: Angles, shared: SharedKeys | None = None
+) -> tuple[EchoAttention, torch.Tensor]:
+    """What a module passes to attention for the rows x [1, T, K], and what it computes of the echo.
+
+    `shared`: keys and values that layers share, for a module that takes them.
+    """
     echo = EchoAttention()
     object.__setattr__(child, "baton_attend", echo)
     # Layers without any rotation hand on to attention what they don't know.
@@ -69,7 +99,14 @@ def echoed(child: nn.Module, x: torch.Tensor, given: Angles) -> tuple[EchoAttent
     angles: dict[str, Any] = {"position_embeddings": given} if takes_angles else {}
     if "position_ids" in inspect.signature(type(child).forward).parameters:
         angles["position_ids"] = probe_places(x.shape[1]).to(x.device)[None]
+    if takes_shared(child):
+        angles["shared_kv_states"] = shared
     return echo, child(hidden_states=x, attention_mask=None, **angles)[0]
+
+
+def takes_shared(child: nn.Module) -> bool:
+    """Whether a module takes keys and values that layers share."""
+    return "shared_kv_states" in inspect.signature(type(child).forward).parameters
 
 
 def agree(expected: torch.Tensor, out: torch.Tensor) -> bool:

@@ -35,6 +35,7 @@ from baton.runner.model.loop.steps import (
     Call,
     IsLimited,
     Mixer,
+    Reader,
     RecordedRows,
     StepRows,
     needed_steps,
@@ -98,6 +99,23 @@ class ModelOutput(NamedTuple):
         return same_bits(self.logits, other.logits) and same_bits(self.hidden, other.hidden)
 
 
+class StepInput(NamedTuple):
+    """What the layers of a step begin with."""
+
+    x: torch.Tensor
+    """The rows [T, hidden size] of the embedding, or of the stage before; they may be overwritten."""
+    cos: torch.Tensor
+    """[T, R], for all kinds of angles"""
+    sin: torch.Tensor
+    inputs: torch.Tensor | None = None
+    """The layers' inputs [T, L * N] (loop/layer_inputs.py); None: the model has none."""
+
+    @property
+    def arguments(self) -> list[torch.Tensor]:
+        """Those of a program."""
+        return [part for part in self if part is not None]
+
+
 class _Wanted(NamedTuple):
     """What a program computes of a step."""
 
@@ -136,6 +154,7 @@ class Decoder:
         self._embed = module.get_input_embeddings()
         self._embedding_factor = trace.embedding_factor
         self._position_rows = trace.position_rows
+        self._layer_inputs = trace.layer_inputs
         head = head_of(module)
         if not isinstance(head, PackedLinear | NoHead):
             raise NotAPlainDecoder(f"its head is a {type(head).__name__}, no PackedLinear")
@@ -159,7 +178,8 @@ class Decoder:
     def why_not_fused(self) -> str:
         """Why torch computes more than copies; empty when all computation is in Baton's operations."""
         parts = (step.part for step in self._steps if isinstance(step, Call))
-        by_torch = next((part for part in parts if not isinstance(part, FUSED_NORMS + FUSED_PARTS + (Mixer,))), None)
+        fused = (*FUSED_NORMS, *FUSED_PARTS, Mixer, Reader)
+        by_torch = next((part for part in parts if not isinstance(part, fused)), None)
         return "" if by_torch is None else f"{type(by_torch).__name__} is of a kind that Baton's kernels don't fuse"
 
     def _has_program(self, num_rows: int) -> bool:
@@ -184,19 +204,19 @@ class Decoder:
         rows have logits, the first ones; the others have hidden states alone. None: all have both. `given`: for the
         first stage, rows that replace those of the embedding.
         """
-        angles = self._angles.rows(positions)
         # A program computes in place.
-        x = self._embedded(token_ids, positions, given) if received is None else received.clone()
+        step = self.embedded(token_ids, positions, None if received is None else received.clone(), given)
+        num_rows = step.x.shape[0]
         if self._head is None:
-            return ModelOutput(self._run_stage(x, angles), x.new_empty(x.shape[0], 0, dtype=torch.float32))
+            return ModelOutput(self._run_stage(step), step.x.new_empty(num_rows, 0, dtype=torch.float32))
         needs_head_apart = num_logits is not None and num_logits < logits_rows.shape[0]
-        if self._has_program(len(x)) and not needs_head_apart:
-            return self._run(self._programs[_Wanted(sampling, True)], self._head, x, angles, logits_rows)
-        if self._has_program(len(x)):
-            hidden = self._run(self._programs[_Wanted(sampling, False)], None, x, angles, logits_rows).hidden
+        if self._has_program(num_rows) and not needs_head_apart:
+            return self._run(self._programs[_Wanted(sampling, True)], self._head, step, logits_rows)
+        if self._has_program(num_rows):
+            hidden = self._run(self._programs[_Wanted(sampling, False)], None, step, logits_rows).hidden
             self._adapters.rows.keep(logits_rows)
         else:
-            hidden = self._hidden(x, *angles, logits_rows, sampling=sampling)
+            hidden = self._hidden(step, logits_rows, sampling=sampling)
         if num_logits is not None:
             self._adapters.rows.keep_first(num_logits)
         return ModelOutput(hidden, self._map_logits(self._head.rows(hidden[:num_logits])))
@@ -221,49 +241,51 @@ class Decoder:
         positions: npt.NDArray[np.int64],
         received: torch.Tensor | None = None,
         given: GivenRows | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The input of the layers: rows [T, hidden], cosines and sines [T, R]. `received`, `given`: as in `compute`."""
-        x = self._embedded(token_ids, positions, given) if received is None else received
-        return x, *self._angles.rows(positions)
-
-    def _embedded(
-        self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], given: GivenRows | None
-    ) -> torch.Tensor:
-        rows: torch.Tensor = self._embed(torch.from_numpy(token_ids).to(self._device))
+    ) -> StepInput:
+        """The input of the layers. `received`, `given`: as in `compute`."""
+        cos, sin = self._angles.rows(positions)
+        if received is not None:
+            return StepInput(received, cos, sin)
+        ids = torch.from_numpy(token_ids).to(self._device)
+        rows: torch.Tensor = self._embed(ids)
         if given is not None:
             rows = given.replace_in(rows)
+        inputs = None if self._layer_inputs is None else self._layer_inputs.rows(ids, rows)
         rows = rows if self._embedding_factor == 1.0 else rows * self._embedding_factor
-        if self._position_rows is None:
-            return rows
-        return rows + self._position_rows.rows(torch.from_numpy(positions).to(self._device))
+        if self._position_rows is not None:
+            rows = rows + self._position_rows.rows(torch.from_numpy(positions).to(self._device))
+        return StepInput(rows, cos, sin, inputs)
+
+    @property
+    def looks_at_tokens(self) -> bool:
+        """Whether the layers are given more of a token than its embedding."""
+        return self._layer_inputs is not None
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, logits_rows: torch.Tensor) -> torch.Tensor:
         """The logits of the rows that sample, from the output of `embedded`, one call for each operation.
 
-        In a stage without a head: all rows behind its last layer. x may be overwritten.
+        In a stage without a head: all rows behind its last layer. x may be overwritten. For models without inputs of
+        layers.
         """
+        step = StepInput(x, cos, sin)
         if self._head is None:
-            return self._loop(x, cos, sin, None)
-        return self._map_logits(self._head.rows(self._hidden(x, cos, sin, logits_rows, sampling=True)))
+            return self._loop(step, None)
+        return self._map_logits(self._head.rows(self._hidden(step, logits_rows, sampling=True)))
 
-    def _hidden(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, logits_rows: torch.Tensor, *, sampling: bool
-    ) -> torch.Tensor:
-        hidden = self._loop(x, cos, sin, logits_rows if sampling else None)
+    def _hidden(self, step: StepInput, logits_rows: torch.Tensor, *, sampling: bool) -> torch.Tensor:
+        hidden = self._loop(step, logits_rows if sampling else None)
         if sampling:
             return hidden
         self._adapters.rows.keep(logits_rows)
         return hidden[logits_rows]
 
-    def _loop(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sampling_rows: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _loop(self, given: StepInput, sampling_rows: torch.Tensor | None) -> torch.Tensor:
         """The rows that the head takes, or the stage behind: all of them, or `sampling_rows`."""
-        step = StepRows({0: x}, self._angles.split(cos, sin), sampling_rows)
+        step = StepRows({0: given.x}, self._angles.split(given.cos, given.sin), given.inputs, sampling_rows)
         for operation in self._operations:
             operation.run(step)
             if step.is_empty:
-                return x[:0]
+                return given.x[:0]
         return step.rows[self._result]
 
     def record(self, operations: Operations, paged: PagedAttention) -> None:
@@ -294,13 +316,15 @@ class Decoder:
         """
         x = program.argument(self._width)
         cos, sin = (program.argument(self._angles.width, dtype=self._angles.dtype) for _ in range(2))
+        inputs = None if self._layer_inputs is None else program.argument(self._layer_inputs.width)
         hidden: Rows | None = None
         if self._head is not None:
             hidden = program.argument(self._width, sampled=True)
             # Declared before all scratch, which ranks share, so that they count the same buffers.
             if logits:
                 into_logits = program.argument(self._head.out_features, sampled=True, dtype=torch.float32)
-        recorded = RecordedRows(program, paged, x, self._angles.split_recorded(cos, sin), sampling=sampling)
+        angles = self._angles.split_recorded(cos, sin)
+        recorded = RecordedRows(program, paged, x, angles, inputs, sampling=sampling)
         for operation in self._operations:
             is_last = operation is self._operations[-1]
             operation.record(recorded, hidden if sampling and is_last else None)
@@ -319,25 +343,24 @@ class Decoder:
         self,
         program: Program,
         head: PackedLinear | None,
-        x: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
+        step: StepInput,
         logits_rows: torch.Tensor,
     ) -> ModelOutput:
         """The rows' hidden states, and their logits if the program has the head."""
-        hidden = x.new_empty(logits_rows.shape[0], self._width)
+        hidden = step.x.new_empty(logits_rows.shape[0], self._width)
         width = 0 if head is None else head.out_features
-        logits = x.new_empty(logits_rows.shape[0], width, dtype=torch.float32)
-        arguments = [x, *angles, hidden] + ([] if head is None else [logits])
+        logits = step.x.new_empty(logits_rows.shape[0], width, dtype=torch.float32)
+        arguments = [*step.arguments, hidden] + ([] if head is None else [logits])
         program.run(arguments, self._layout, logits_rows, self._adapters.of_step())
         return ModelOutput(hidden, self._map_logits(logits))
 
-    def _run_stage(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """The residual stream behind the last layer of this stage; x may be overwritten."""
-        if not self._has_program(len(x)):
-            return self._loop(x, *angles, None)
+    def _run_stage(self, step: StepInput) -> torch.Tensor:
+        """The residual stream behind the last layer of this stage."""
+        if not self._has_program(step.x.shape[0]):
+            return self._loop(step, None)
         nothing = torch.empty(0, dtype=torch.int64)
-        self._programs[_Wanted(False, False)].run([x, *angles], self._layout, nothing, self._adapters.of_step())
-        return x
+        self._programs[_Wanted(False, False)].run(step.arguments, self._layout, nothing, self._adapters.of_step())
+        return step.x
 
     @property
     def _layout(self) -> StepLayout:

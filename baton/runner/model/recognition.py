@@ -21,7 +21,7 @@ from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import activate, rms_norm
 from baton.runner.model.attention import EchoAttention
-from baton.runner.model.attention_recognition import NotRecognised, fused_attention
+from baton.runner.model.attention_recognition import AttentionRecogniser, NotRecognised
 from baton.runner.model.comparison import (
     NUM_ROWS,
     agree,
@@ -31,9 +31,7 @@ from baton.runner.model.comparison import (
     like_input,
     linears_of,
 )
-from baton.runner.model.fused.attention import (
-    FusedAttention,
-)
+from baton.runner.model.fused.attention import CalledAsAttention
 from baton.runner.model.fused.rows import FusedActivation, FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp
 from baton.runner.model.states.layer_functions import keep_states_in_cache
 from baton.runner.model.states.mixers import StateMixer, state_mixer_of
@@ -69,11 +67,10 @@ def fuse(module: nn.Module, operations: Operations, row_quantum: int, release: R
     """
     why_not = ""
     generator = torch.Generator().manual_seed(0)
-    widths = angle_widths(module)
     with torch.inference_mode():
         _use_linear_layers(module)
         like = _like_weights(module)
-        angle_dtypes = angle_dtypes_of(module)
+        attention = AttentionRecogniser(operations, angle_widths(module), angle_dtypes_of(module))
         for parent, name, child in children_of(module):
             norm = _fused_norm(child, operations, generator) or _fused_layer_norm(child, operations, generator, like)
             if norm is not None:
@@ -84,7 +81,7 @@ def fuse(module: nn.Module, operations: Operations, row_quantum: int, release: R
                     _fused_mlp(child, operations, generator)
                     or _plain_mlp(child, operations, generator, row_quantum)
                     or _state_mixer(child, operations, generator)
-                    or fused_attention(child, operations, generator, widths, angle_dtypes)
+                    or attention.fused(child, generator)
                 )
             except NotRecognised as reason:
                 why_not = f"{type(child).__name__}: {reason}"
@@ -124,7 +121,7 @@ def _use_linear_layers(module: nn.Module) -> None:
 def _fuse_activations(module: nn.Module, operations: Operations) -> None:
     """Replace the activations that layers apply themselves, whose MLP is no part of its own."""
     for parent, name, child in children_of(module):
-        is_of_layer = any(isinstance(part, FusedAttention) for part in parent.children())
+        is_of_layer = any(isinstance(part, CalledAsAttention) for part in parent.children())
         if is_of_layer and child is _activation_function(parent) and (activation := _activation_of(parent)):
             setattr(parent, name, FusedActivation(operations, activation))
 

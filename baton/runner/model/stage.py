@@ -9,7 +9,7 @@ the first one behind them keeps what this stage has computed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -92,14 +92,17 @@ def _entry(fields: Mapping[str, Any]) -> LayerGeometry | LayerState:
     return LayerState(**fields) if "heads" in fields else LayerGeometry(**fields)
 
 
-def layers_found(architecture: str, config: Any, own_layers: range, probe: ProbeAttention) -> dict[int, LayerReport]:
-    """The reports of a stage's layers, which have computed a step with `probe`.
+def layers_found(
+    architecture: str, config: Any, own_layers: range, probe: ProbeAttention, readers: Set[int]
+) -> dict[int, LayerReport]:
+    """The reports of a stage's layers, which have computed a step with `probe`. `readers`: the layers that attend to
+    what others have in the cache.
 
     Raises UnsupportedAttention if some have neither attention nor a state and should have, or tell their windows to
     masks alone.
     """
     found, kinds = probe.found(), getattr(config, "layer_types", None) or ()
-    without = {index for index, kind in enumerate(kinds) if kind in KINDS_WITHOUT_CACHE}
+    without = readers | {index for index, kind in enumerate(kinds) if kind in KINDS_WITHOUT_CACHE}
     if found.keys() - without != set(own_layers) - without:
         raise UnsupportedAttention(
             f"{architecture} has {len(own_layers)} layers, {len(found)} with attention or a state, and the others "

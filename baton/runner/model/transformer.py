@@ -43,6 +43,7 @@ from baton.runner.model.decoder import (
     ModelOutput,
     given_to,
 )
+from baton.runner.model.fused.reading_attention import ReadingAttention
 from baton.runner.model.latents.recognition import attend_to_latents, refuse_selections
 from baton.runner.model.layers import ProductWatch, RowMatrices, head_of, replace_products
 from baton.runner.model.long_angles import LongAngles, replace_rotary
@@ -305,9 +306,9 @@ class Transformer(CachedModel):
         if graphs is None or decoder is None or batch.adapters is not None or not graphs.fits(batch, logits_rows):
             return None
         self._set_long(batch)
-        embedded = decoder.embedded(batch.token_ids, batch.rotary_positions, received, self._given(batch))
+        step = decoder.embedded(batch.token_ids, batch.rotary_positions, received, self._given(batch))
         self._set_long(None)
-        return graphs.compute(*embedded, batch, self._sharing(batch))
+        return graphs.compute(step.x, step.cos, step.sin, batch, self._sharing(batch))
 
     def _set_long(self, batch: FlatBatch | None) -> None:
         """Tell the rotary modules which rows of a step have the angles of long sequences; None: no step is computed."""
@@ -369,7 +370,9 @@ class Transformer(CachedModel):
                 f"{self.width} {self.dtype}: they can't be handed from stage to stage"
             )
         self._output_widths = OutputWidths(output.hidden.shape[1], output.logits.shape[1])
-        return layers_found(architecture, self._module.config, self._part.own_layers, probe), sorted(watch.missed)
+        readers = {part.layer_idx for part in self._module.modules() if isinstance(part, ReadingAttention)}
+        found = layers_found(architecture, self._module.config, self._part.own_layers, probe, readers)
+        return found, sorted(watch.missed)
 
     def _probe_received(self, num_rows: int) -> torch.Tensor | None:
         """Arbitrary rows, as the stage before would send them; None in the first stage."""
@@ -451,19 +454,19 @@ class Transformer(CachedModel):
             if own.dtype != self.dtype:
                 return 0, f"its embedding gives {own.dtype}, not {self.dtype}"
             if self._decoder is not None:
-                return own.shape[1], ""
-            expected = self._forward(token_ids, places, rows)
-            out = self._forward(np.zeros_like(token_ids), places, rows, given=GivenRows(rows, own))
-        if expected.has_bits_of(out):
-            return own.shape[1], ""
-        return 0, "its layers look at token ids beside their embedding"
+                looks_at_tokens = self._decoder.looks_at_tokens
+            else:
+                expected = self._forward(token_ids, places, rows)
+                out = self._forward(np.zeros_like(token_ids), places, rows, given=GivenRows(rows, own))
+                looks_at_tokens = not expected.has_bits_of(out)
+        return (0, "its layers look at token ids beside their embedding") if looks_at_tokens else (own.shape[1], "")
 
     def _graphs_of(self, max_model_len: int) -> DecodeGraphs | None:
         operations = self._operations
         if self._decoder is None or not isinstance(operations, CudaOperations) or operations.record is None:
             return None
-        if self.layout.keeps_states:
-            return None  # torch computes states with numbers of the step on the host
+        if self.layout.keeps_states or self._decoder.looks_at_tokens:
+            return None  # torch computes states with numbers of the step on the host, and inputs of layers by token
         return DecodeGraphs(operations, self._attention, self._decoder.forward, max_model_len, self.layout.block_size)
 
     def _forward(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -86,6 +87,16 @@ class AttentionWeights(NamedTuple):
     """What the gate of the attention's result is computed with, if that is a layer of its own."""
     by_head: bool = False
     """Whether one product gives each head's query, key and value side by side, and not all queries first."""
+    keys_are_values: bool = False
+    """Whether the product of keys is that of values, too: they differ by norms and rotation."""
+
+
+class HeadNorms(NamedTuple):
+    """The norms of queries, keys and values, each as wide as a head or as all heads."""
+
+    query: AnyNorm | None = None
+    key: AnyNorm | None = None
+    value: AnyNorm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +116,11 @@ class CalledAsAttention(nn.Module, ABC):
     layer_idx: int
     rotation: Rotation
     _operations: Operations
+    _head_dim: int
 
     @abstractmethod
-    def rows(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """x [T, K], cos and sin [T, R] to [T, K]; with `sample_rows`, which may be empty, only these rows."""
+    def rows(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """x [T, K], cos and sin [T, R] to [T, K]."""
         ...
 
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -118,6 +128,11 @@ class CalledAsAttention(nn.Module, ABC):
         if self.rotation.kind == "none" or cos.shape[1] == 0:
             return
         self._operations.rotate(x, cos, sin, in_pairs=self.rotation.kind == "pairs")
+
+    def _record_rotate(self, program: Program, x: Rows, cos: Rows, sin: Rows) -> None:
+        if self.rotation.kind == "none" or cos.width == 0:
+            return
+        program.rotate(x, self._head_dim, cos, sin, in_pairs=self.rotation.kind == "pairs")
 
     def forward(
         self,
@@ -147,12 +162,17 @@ class FusedAttention(CalledAsAttention, HasProducts):
         layer_idx: int,
         given: AttentionWeights,
         heads: tuple[int, int, int],
-        norms: tuple[AnyNorm | None, AnyNorm | None],
+        norms: HeadNorms,
         how: AttentionParameters,
         rotation: Rotation,
         gate: OutputGate | None = None,
+        shared_as: str | None = None,
     ) -> None:
-        """`heads`: H, KH and the width of a head. `norms`: each as wide as one head, or as all of its heads."""
+        """`heads`: H, KH and the width of a head. `norms`: each as wide as one head, or as all of its heads.
+
+        `shared_as`: under which name the model's other layers are given the keys and values; None: none are. Raises
+        NotImplementedError for keys that are values and are changed in place.
+        """
         super().__init__()
         self.layer_idx = layer_idx
         self.rotation = rotation
@@ -161,11 +181,22 @@ class FusedAttention(CalledAsAttention, HasProducts):
         self.own_heads = operations.ranks.shard.heads(num_heads, num_kv_heads)
         """The heads that this rank computes."""
         self._heads, self._kv_heads = len(self.own_heads.queries), len(self.own_heads.kv)
-        self._norms = _of_heads(norms[0], self.own_heads.queries), _of_heads(norms[1], self.own_heads.kv)
-        self._rotates_first = rotation.norms_last or None in norms
+        self._norms = HeadNorms(
+            _of_heads(norms.query, self.own_heads.queries),
+            _of_heads(norms.key, self.own_heads.kv),
+            _of_heads(norms.value, self.own_heads.kv),
+        )
+        self._rotates_first = rotation.norms_last or norms.query is None or norms.key is None
+        self._keys_are_values = given.keys_are_values
+        if self._keys_are_values and self._rotates_first:
+            raise NotImplementedError("keys are rotated in place, and values are what they were before")
+        self._shared_as = shared_as
+        self._shared: tuple[torch.Tensor, torch.Tensor] | None = None
         self._gate = gate
         self._has_gates_in_queries = gate is not None and gate.in_queries
         self._how = of_own_heads(replace(how, scale=how.scale * rotation.query_factor), self.own_heads)
+        self.how = how
+        """The parameters of the whole layer."""
         own_rows = self._rows_by_head() if given.by_head else self._own_rows(num_heads, num_kv_heads)
         weights = {name: weight_of(part) for name, part in given.projections.items()}
         self._qkv = AdaptableProduct(
@@ -200,8 +231,8 @@ class FusedAttention(CalledAsAttention, HasProducts):
             # One gate follows each query; here all gates follow all queries, as programs can take them.
             places = (2 * head + part for part in (0, 1) for head in own.queries)
             queries = [range(at * dim, (at + 1) * dim) for at in places]
-        kv = (range(at + own.kv.start * dim, at + own.kv.stop * dim) for at in (keys, keys + num_kv_heads * dim))
-        return [*queries, *kv]
+        first = (keys,) if self._keys_are_values else (keys, keys + num_kv_heads * dim)
+        return [*queries, *(range(at + own.kv.start * dim, at + own.kv.stop * dim) for at in first)]
 
     def _rows_by_head(self) -> list[range]:
         """Where the own queries, keys and values are among outputs in which those of a head are side by side."""
@@ -211,7 +242,10 @@ class FusedAttention(CalledAsAttention, HasProducts):
 
     @property
     def _ends(self) -> tuple[int, int, int]:
-        """Where queries, gates that follow them, and keys end among the columns of their product."""
+        """Where queries, gates that follow them, and keys end among the columns of their product.
+
+        Values are the columns behind; keys that are values have none behind them.
+        """
         queries, keys = self._heads * self._head_dim, self._kv_heads * self._head_dim
         gates = 2 * queries if self._has_gates_in_queries else queries
         return queries, gates, gates + keys
@@ -226,11 +260,14 @@ class FusedAttention(CalledAsAttention, HasProducts):
         if (bound := self.rotation.bound) is not None:
             qkv = qkv.clamp_(-bound, bound)
         query, gates = qkv[:, :queries].view(count, -1, dim), qkv[:, queries:keys]
-        key, value = qkv[:, keys:values].view(count, -1, dim), qkv[:, values:].view(count, -1, dim)
+        key = qkv[:, keys:values].view(count, -1, dim)
+        value = key if self._keys_are_values else qkv[:, values:].view(count, -1, dim)
         if self._gates is not None:
             gates = self._gates.linear(x)
-        query_norm, key_norm = self._norms
+        query_norm, key_norm, value_norm = self._norms
         (query_cos, cos), (query_sin, sin) = self._angles_of_both(cos), self._angles_of_both(sin)
+        if value_norm is not None:
+            value = self._normed(value, value_norm, self.own_heads.kv)
         if self._rotates_first and (self._has_gates_in_queries or query_cos is not cos):
             self._rotate(query, query_cos, query_sin)
             self._rotate(key, cos, sin)
@@ -242,6 +279,8 @@ class FusedAttention(CalledAsAttention, HasProducts):
         if not self._rotates_first:
             self._rotate(query, query_cos, query_sin)
             self._rotate(key, cos, sin)
+        if self._shared_as is not None:
+            self._shared = key, value
         if sample_rows is not None:
             query, gates = query[sample_rows], gates[sample_rows]
             self._qkv.keep(sample_rows)
@@ -255,6 +294,43 @@ class FusedAttention(CalledAsAttention, HasProducts):
             own = operations.multiply(own, gates, self._gate.activation)
         every = operations.ranks.gather(own, [own.shape[1]] * operations.ranks.shard.size)
         return self._out.linear(every, self._out_bias)
+
+    @property
+    def shared(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values [T, KH, D] of this rank's heads in the latest call of `rows`, for layers that share them.
+
+        Raises KeyError, as a model without them does.
+        """
+        if self._shared is None:
+            raise KeyError(self._shared_as)
+        return self._shared
+
+    @contextmanager
+    def sharing(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[None]:
+        """Share other keys and values [T, KH, D] in the body."""
+        kept, self._shared = self._shared, (key, value)
+        try:
+            yield
+        finally:
+            self._shared = kept
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self._head_dim
+
+    def forward(
+        self,
+        *arguments: Any,
+        shared_kv_states: MutableMapping[str, tuple[torch.Tensor, torch.Tensor]] | None = None,
+        **named: Any,
+    ) -> tuple[torch.Tensor, None]:
+        out = super().forward(*arguments, **named)
+        # A rank has only its own heads, so that a layer there that isn't recognised fails for want of them.
+        if shared_kv_states is not None and self._shared is not None and self._operations.ranks.shard.size == 1:
+            key, value = (rows.transpose(0, 1)[None] for rows in self._shared)
+            shared_kv_states[str(self._shared_as)] = key, value
+        return out
 
     def _normed(self, x: torch.Tensor, norm: AnyNorm, own: range) -> torch.Tensor:
         """The norm of each head of x [T, H, D], or of all heads together. `own`: which heads these are."""
@@ -294,22 +370,25 @@ class FusedAttention(CalledAsAttention, HasProducts):
         if (bound := self.rotation.bound) is not None:
             qkv = program.clamp(qkv, bound, into="bounded qkv")
         query, gates = qkv.columns(0, queries), qkv.columns(queries, keys)
-        key, value = qkv.columns(keys, values), qkv.columns(values, qkv.width)
+        key = qkv.columns(keys, values)
+        value = key if self._keys_are_values else qkv.columns(values, qkv.width)
         if self._gates is not None:
             gates = self._gates.record(program, x, None, into="gates")
-        query_norm, key_norm = self._norms
+        query_norm, key_norm, value_norm = self._norms
         (query_cos, cos), (query_sin, sin) = self._recorded_angles_of_both(cos), self._recorded_angles_of_both(sin)
+        if value_norm is not None:
+            value = self._record_norm(program, value, value_norm, into="value")
         if self._rotates_first and (self._has_gates_in_queries or query_cos is not cos):
-            self._record_rotation(program, query, query_cos, query_sin)
-            self._record_rotation(program, key, cos, sin)
+            self._record_rotate(program, query, query_cos, query_sin)
+            self._record_rotate(program, key, cos, sin)
         elif self._rotates_first:
-            self._record_rotation(program, qkv.columns(0, values), cos, sin)
+            self._record_rotate(program, qkv.columns(0, values), cos, sin)
         if query_norm is not None and key_norm is not None:
             query = self._record_norm(program, query, query_norm, into="query")
             key = self._record_norm(program, key, key_norm, into="key")
         if not self._rotates_first:
-            self._record_rotation(program, query, query_cos, query_sin)
-            self._record_rotation(program, key, cos, sin)
+            self._record_rotate(program, query, query_cos, query_sin)
+            self._record_rotate(program, key, cos, sin)
         if sampling:
             query = program.take_sampled(query, into="sampled query")
         attended = paged.record(program, self.layer_idx, query, key, value, self._how, into="attended")
@@ -322,11 +401,6 @@ class FusedAttention(CalledAsAttention, HasProducts):
         if norm.width != self._head_dim and self._operations.ranks.shard.size > 1:
             raise KernelArgumentError("x", "has only a rank's own heads, and the norm is of all heads")
         return norm.record(program, x, into=into)
-
-    def _record_rotation(self, program: Program, x: Rows, cos: Rows, sin: Rows) -> None:
-        if self.rotation.kind == "none" or cos.width == 0:
-            return
-        program.rotate(x, self._head_dim, cos, sin, in_pairs=self.rotation.kind == "pairs")
 
 
 def _of_heads(norm: AnyNorm | None, own: range) -> AnyNorm | None:

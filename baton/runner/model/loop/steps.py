@@ -1,4 +1,4 @@
-"""The steps of a loop over layers: parts of the model that compute rows from rows, and sums of rows.
+"""The steps of a loop over layers: parts of the model that compute rows from rows, and sums and products of rows.
 
 Rows have numbers: 0 is the input of the first layer, and every step gives rows of a new number. `operations_of` makes
 operations of steps, which are computed one by one (`run`) or recorded in a program (`record`).
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -60,6 +60,27 @@ class Mixer(Protocol):
 
 
 @runtime_checkable
+class Reader(Protocol):
+    """A mixer that adds nothing to the cache, since another one has: behind that one, rows may be those that sample.
+
+    A module, as a mixer is.
+    """
+
+    @property
+    def products(self) -> Sequence[AdaptableProduct]: ...
+
+    def read(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, sampling: bool) -> torch.Tensor:
+        """x [T, K], cos and sin [T, R] to [T, K]; with `sampling`, T are the rows that sample."""
+        ...
+
+    def record_reading(
+        self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
+    ) -> Rows:
+        """Append to a program what `read` computes. Raises KernelArgumentError for what programs can't."""
+        ...
+
+
+@runtime_checkable
 class IsLimited(Protocol):
     """A part that programs don't compute in all steps."""
 
@@ -82,7 +103,7 @@ class Call:
     given: int
     gives: int
     angles: int | None = None
-    """The kind of the angles that a mixer takes; None: it takes none."""
+    """The kind of the angles that a mixer or a reader takes; None: it takes none."""
 
     @property
     def operands(self) -> tuple[int, ...]:
@@ -103,7 +124,33 @@ class Sum:
         return self.one, self.other
 
 
-Step = Call | Sum
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """one * factor."""
+
+    one: int
+    gives: int
+    factor: float
+
+    @property
+    def operands(self) -> tuple[int, ...]:
+        return (self.one,)
+
+
+@dataclass(frozen=True, slots=True)
+class TimesInput:
+    """one * some columns of the layers' inputs (layer_inputs.py)."""
+
+    one: int
+    columns: range
+    gives: int
+
+    @property
+    def operands(self) -> tuple[int, ...]:
+        return (self.one,)
+
+
+Step = Call | Sum | Scaled | TimesInput
 
 
 @dataclass(slots=True)
@@ -113,6 +160,8 @@ class StepRows:
     rows: dict[int, torch.Tensor]
     angles: Mapping[int | None, tuple[torch.Tensor, torch.Tensor]]
     """The cosines and sines of each kind; by None those of parts that take none, [T, 0]."""
+    inputs: torch.Tensor | None
+    """The layers' inputs [T, L * N]; None: there are none."""
     sample_rows: torch.Tensor | None
     """The rows that go on behind the last mixer; None: all do."""
     is_empty: bool = False
@@ -131,14 +180,16 @@ class RecordedRows:
         paged: PagedAttention,
         x: Rows,
         angles: Mapping[int | None, tuple[Rows, Rows]],
+        inputs: Rows | None,
         *,
         sampling: bool,
     ) -> None:
-        """`sampling`: behind the last mixer only the rows that sample go on."""
+        """`inputs`: of the layers. `sampling`: behind the last mixer only the rows that sample go on."""
         self.program = program
         self.paged = paged
         self.rows: dict[int, Rows] = {0: x}
         self.angles = angles
+        self.inputs = inputs
         self.sampling = sampling
         self._of_product: dict[int, str] = {}
         self._last_product = ""
@@ -248,11 +299,21 @@ class _PartOperation:
         recorded.drop(self._drops)
 
 
+class _Later(NamedTuple):
+    """What is needed behind the last mixer besides what it gives."""
+
+    rows: Sequence[int]
+    angles: frozenset[int | None]
+    """Kinds of angles."""
+    inputs: bool
+    """Whether the layers' inputs are needed."""
+
+
 class _MixerOperation:
     """A mixer computes rows from rows and angles; the last one, where only rows that sample go on, gives these."""
 
-    def __init__(self, call: Call, mixer: Mixer, drops: Sequence[int], later: Sequence[int] | None) -> None:
-        """`later`: for the last mixer the other rows that are needed behind it; None: it is not the last one."""
+    def __init__(self, call: Call, mixer: Mixer, drops: Sequence[int], later: _Later | None) -> None:
+        """`later`: for the last mixer; None: it is not the last one."""
         self._call = call
         self._mixer = mixer
         self._drops = drops
@@ -264,10 +325,14 @@ class _MixerOperation:
         cos, sin = step.angles[self._call.angles]
         rows[self._call.gives] = self._mixer.rows(rows[self._call.given], cos, sin, sample_rows)
         _forget(step, self._drops)
-        if sample_rows is not None:
+        if sample_rows is not None and self._later is not None:
             step.is_empty = sample_rows.shape[0] == 0
-            for number in self._later or ():
+            for number in self._later.rows:
                 rows[number] = rows[number][sample_rows]
+            if self._later.inputs and step.inputs is not None:
+                step.inputs = step.inputs[sample_rows]
+            of_kind = ((kind, step.angles[kind]) for kind in self._later.angles)
+            step.angles = {kind: (cos[sample_rows], sin[sample_rows]) for kind, (cos, sin) in of_kind}
 
     def record(self, recorded: RecordedRows, into: Rows | None) -> None:
         call, rows, program = self._call, recorded.rows, recorded.program
@@ -278,9 +343,46 @@ class _MixerOperation:
             program, rows[call.given], cos, sin, recorded.paged, sampling=sampling, into=name
         )
         recorded.drop(self._drops)
-        if sampling:
-            for number in self._later or ():
+        if sampling and self._later is not None:
+            for number in self._later.rows:
                 rows[number] = program.take_sampled(rows[number], into=f"sampled {number}")
+            if self._later.inputs and recorded.inputs is not None:
+                recorded.inputs = program.take_sampled(recorded.inputs, into="sampled inputs of layers")
+            of_kind = ((kind, recorded.angles[kind]) for kind in self._later.angles)
+            recorded.angles = {kind: _sampled_angles(program, kind, angles) for kind, angles in of_kind}
+
+
+def _sampled_angles(program: Program, kind: int | None, angles: tuple[Rows, Rows]) -> tuple[Rows, Rows]:
+    cos, sin = angles
+    if kind is None:  # no columns
+        return cos, sin
+    return program.take_sampled(cos, into=f"sampled cos {kind}"), program.take_sampled(sin, into=f"sampled sin {kind}")
+
+
+class _ReaderOperation:
+    """A reader computes rows from rows and angles, of those that sample if it is behind the last mixer."""
+
+    def __init__(self, call: Call, reader: Reader, drops: Sequence[int], is_behind: bool) -> None:
+        self._call = call
+        self._reader = reader
+        self._drops = drops
+        self._is_behind = is_behind
+
+    def run(self, step: StepRows) -> None:
+        sampling = self._is_behind and step.sample_rows is not None
+        cos, sin = step.angles[self._call.angles]
+        step.rows[self._call.gives] = self._reader.read(step.rows[self._call.given], cos, sin, sampling=sampling)
+        _forget(step, self._drops)
+
+    def record(self, recorded: RecordedRows, into: Rows | None) -> None:
+        call, rows = self._call, recorded.rows
+        sampling = self._is_behind and recorded.sampling
+        name = recorded.for_product(call.gives)
+        cos, sin = recorded.angles[call.angles]
+        rows[call.gives] = self._reader.record_reading(
+            recorded.program, rows[call.given], cos, sin, recorded.paged, sampling=sampling, into=name
+        )
+        recorded.drop(self._drops)
 
 
 class _SumOperation:
@@ -321,6 +423,51 @@ class _SumOperation:
         recorded.drop(self._drops)
 
 
+class _ScaledOperation:
+    """Rows times a number."""
+
+    def __init__(self, step: Scaled, drops: Sequence[int]) -> None:
+        self._step = step
+        self._drops = drops
+
+    def run(self, step: StepRows) -> None:
+        step.rows[self._step.gives] = step.rows[self._step.one] * self._step.factor
+        _forget(step, self._drops)
+
+    def record(self, recorded: RecordedRows, into: Rows | None) -> None:
+        own, program = self._step, recorded.program
+        one = recorded.rows[own.one]
+        if own.one in self._drops and not recorded.is_of_product(own.one):
+            program.scale(one, own.factor, into=one)
+            recorded.replace(own.one, own.gives)
+        else:
+            recorded.rows[own.gives] = program.scale(one, own.factor, into=recorded.for_sum(own.gives))
+        recorded.drop(self._drops)
+
+
+class _TimesInputOperation:
+    """Rows times those of a layer's input."""
+
+    def __init__(self, step: TimesInput, drops: Sequence[int]) -> None:
+        self._step = step
+        self._drops = drops
+
+    def run(self, step: StepRows) -> None:
+        assert step.inputs is not None
+        columns = self._step.columns
+        one, by = step.rows[self._step.one], step.inputs[:, columns.start : columns.stop]
+        step.rows[self._step.gives] = one * by
+        _forget(step, self._drops)
+
+    def record(self, recorded: RecordedRows, into: Rows | None) -> None:
+        assert recorded.inputs is not None
+        own = self._step
+        by = recorded.inputs.columns(own.columns.start, own.columns.stop)
+        name = recorded.for_activation(own.gives)
+        recorded.rows[own.gives] = recorded.program.multiply(recorded.rows[own.one], by, None, into=name)
+        recorded.drop(self._drops)
+
+
 def _forget(step: StepRows, numbers: Sequence[int]) -> None:
     for number in numbers:
         del step.rows[number]
@@ -330,7 +477,7 @@ def operations_of(steps: Sequence[Step], result: int, row_quantum: int) -> list[
     """The operations of steps that are all needed. `row_quantum`: torch computes multiples of this many rows."""
     last_use = {number: place for place, step in enumerate(steps) for number in step.operands}
     last_use[result] = len(steps)
-    last_mixer = max((place for place, step in enumerate(steps) if _mixer_of(step) is not None), default=-1)
+    last_mixer = max((place for place, step in enumerate(steps) if _is_mixer(step)), default=-1)
     operations: list[Operation] = []
     place = 0
     while place < len(steps):
@@ -340,13 +487,29 @@ def operations_of(steps: Sequence[Step], result: int, row_quantum: int) -> list[
         drops = [number for number, last in last_use.items() if first <= last < place]
         if isinstance(step, Sum):
             operations.append(_SumOperation(step, norm, drops))
-        elif (mixer := _mixer_of(step)) is not None:
-            before = {0, *(earlier.gives for earlier in steps[:first])}
-            later = sorted(number for number in before if last_use[number] > first) if first == last_mixer else None
-            operations.append(_MixerOperation(step, mixer, drops, later))
+        elif isinstance(step, Scaled):
+            operations.append(_ScaledOperation(step, drops))
+        elif isinstance(step, TimesInput):
+            operations.append(_TimesInputOperation(step, drops))
+        elif isinstance(step.part, Mixer):
+            later = _later(steps, first, last_use) if first == last_mixer else None
+            operations.append(_MixerOperation(step, step.part, drops, later))
+        elif isinstance(step.part, Reader):
+            operations.append(_ReaderOperation(step, step.part, drops, first > last_mixer))
         else:
             operations.append(_PartOperation(step, drops, row_quantum))
     return operations
+
+
+def _later(steps: Sequence[Step], place: int, last_use: Mapping[int, int]) -> _Later:
+    """What is needed behind the step at a place, besides the rows that it gives."""
+    before = {0, *(step.gives for step in steps[:place])}
+    behind = steps[place + 1 :]
+    return _Later(
+        sorted(number for number in before if last_use[number] > place),
+        frozenset(step.angles for step in behind if isinstance(step, Call) and isinstance(step.part, Reader)),
+        any(isinstance(step, TimesInput) for step in behind),
+    )
 
 
 def needed_steps(steps: Sequence[Step], result: int) -> list[Step]:
@@ -359,8 +522,8 @@ def needed_steps(steps: Sequence[Step], result: int) -> list[Step]:
     return kept[::-1]
 
 
-def _mixer_of(step: Step) -> Mixer | None:
-    return step.part if isinstance(step, Call) and isinstance(step.part, Mixer) else None
+def _is_mixer(step: Step) -> bool:
+    return isinstance(step, Call) and isinstance(step.part, Mixer)
 
 
 def _norm_of(step: Step, following: Step) -> Call | None:

@@ -1,8 +1,8 @@
 """Watches one call of transformers' loop over the layers, and says of which steps it consists.
 
 Nothing is known of layers but what they do: which of their parts they call, in which order, and with what. What a part
-is given is compared, bit for bit, with what the parts before it have given, and with sums of these. Factors are numbers
-of the model's configuration.
+is given is compared, bit for bit, with what the parts before it have given, with sums of these, and with their products
+with the layers' inputs. Factors are numbers of the model's configuration, or of the layer.
 """
 
 from __future__ import annotations
@@ -24,8 +24,19 @@ from baton.runner.model.fused.attention import CalledAsAttention, Rotation
 from baton.runner.model.layers import head_of
 from baton.runner.model.long_angles import LongAngles, is_rotary
 from baton.runner.model.loop.angles import AngleKind
+from baton.runner.model.loop.layer_inputs import LayerInputs
 from baton.runner.model.loop.positions import PositionRows, positions_of
-from baton.runner.model.loop.steps import FUSED_NORMS, FUSED_PARTS, Call, Mixer, Step, Sum
+from baton.runner.model.loop.steps import (
+    FUSED_NORMS,
+    FUSED_PARTS,
+    Call,
+    Mixer,
+    Reader,
+    Scaled,
+    Step,
+    Sum,
+    TimesInput,
+)
 from baton.runner.model.stage import OtherLayer, ReceivedRows, layers_of
 
 _FEW = 2
@@ -90,6 +101,8 @@ class LoopTrace:
         """What the embedding's rows are multiplied with to be the first layer's input."""
         self.position_rows: PositionRows | None = None
         """Rows by position that are added to them; None: none are."""
+        self.layer_inputs: LayerInputs | None = None
+        """What the layers are given of each token besides; None: nothing."""
         self.result = 0
         """The number of the rows that the head takes, or the stage behind."""
         self.width = 0
@@ -111,6 +124,8 @@ class LoopTrace:
         self._rotations: list[_Rotation] = []
         self._by_position: list[tuple[PositionRows, torch.Tensor]] = []
         """Parts that give rows of positions, and what they gave."""
+        self._inputs: torch.Tensor | None = None
+        """The layers' inputs [T, L * N] of the call that is watched."""
         self._num_mixed = 0
         self._is_done = False
         self._is_asking = False
@@ -152,7 +167,7 @@ class LoopTrace:
             def behind(part: nn.Module, hook: Callable[..., None]) -> None:
                 hooks.callback(part.register_forward_hook(hook, with_kwargs=True).remove)
 
-            behind(embedding if received is None else received, self._begin)
+            behind(embedding if received is None else received, partial(self._begin, base))
             inner = [part.rotary for part in module.modules() if isinstance(part, LongAngles)]
             for part in module.modules():
                 if is_rotary(part) and all(part is not other for other in inner):
@@ -167,7 +182,7 @@ class LoopTrace:
                     before(part, self._entered)
                     behind(part, partial(self._left, f"{name} of {kind}"))
                 is_end = layer is own[-1] and layer is not layers[-1]
-                behind(layer, partial(self._left_layer, kind, is_end))
+                behind(layer, partial(self._left_layer, kind, is_end, _own_factor(layer)))
             before(head, self._entered_head)
             behind(head, self._left_head)
             yield
@@ -184,10 +199,16 @@ class LoopTrace:
             raise NotAPlainDecoder(f"{type(self._module).__name__} changes its head's output")
         self.logits_map, self._head_rows = found, None
 
-    def _begin(self, _part: nn.Module, _args: Any, _kwargs: Any, out: torch.Tensor) -> None:
-        if not self._count:
-            self.width, self.dtype = out.shape[-1], out.dtype
-            self._add(out)
+    def _begin(self, base: Any, part: nn.Module, args: Any, _kwargs: Any, out: torch.Tensor) -> None:
+        if self._count or self._is_asking:
+            return
+        self.width, self.dtype = out.shape[-1], out.dtype
+        self._add(out)
+        if not isinstance(part, ReceivedRows):
+            token_ids, embedded = args[0][0], _flat(out)
+            self.layer_inputs = inputs = self._asking(lambda: LayerInputs.of(base, token_ids, embedded))
+            if inputs is not None:
+                self._inputs = self._asking(lambda: inputs.rows(token_ids, embedded))
 
     def _add(self, rows: torch.Tensor) -> int:
         """The number of rows that are new."""
@@ -210,7 +231,7 @@ class LoopTrace:
         self._rotations.append(_Rotation(part, dict(told[_ROTATED:]), out))
 
     def _left_part_of_base(self, name: str, part: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        if self._is_asking or self._is_done:
+        if self._is_asking or self._is_done or (self.layer_inputs is not None and part in self.layer_inputs.parts):
             return
         if (found := self._asking(lambda: positions_of(part, args, kwargs, out))) is not None:
             self._by_position.append((found, _flat(out)))
@@ -228,14 +249,13 @@ class LoopTrace:
             return  # dropout, which leaves rows as they are
         if gives.dtype != self.dtype:
             raise NotAPlainDecoder(f"{name} gives {gives.dtype}, and the embedding {self.dtype}")
-        is_mixer = isinstance(part, Mixer)
+        is_mixer = isinstance(part, Mixer | Reader)
         if not is_mixer and self._num_seen > self._num_mixed:
             raise NotAPlainDecoder(f"{name} is a {type(part).__name__}, no FusedAttention")
         if not is_mixer and num_given > 1:
             raise NotAPlainDecoder(f"{name} takes more than rows")
-        if not isinstance(part, (Mixer, *FUSED_NORMS, *FUSED_PARTS)) and not self._computes_rows_alone(
-            part, given[0], gives
-        ):
+        is_known = is_mixer or isinstance(part, FUSED_NORMS + FUSED_PARTS)
+        if not is_known and not self._computes_rows_alone(part, given[0], gives):
             raise NotAPlainDecoder(f"{name} gives rows that depend on each other")
         source = self._explained(given[0], f"{name} takes")
         angles = self._kind_of_angles(name, part, args, kwargs) if is_mixer else None
@@ -270,11 +290,15 @@ class LoopTrace:
             self.angles.append(kind)
         return self.angles.index(kind)
 
-    def _left_layer(self, name: str, is_end: bool, _layer: nn.Module, _args: Any, _kwargs: Any, out: Any) -> None:
+    def _left_layer(
+        self, name: str, is_end: bool, factor: float, _layer: nn.Module, _args: Any, _kwargs: Any, out: Any
+    ) -> None:
+        """`factor`: what the layer may multiply its rows with at its end."""
         rows = _rows_of(out)
         if rows is None:
             raise NotAPlainDecoder(f"{name} gives no rows")
-        self.result = self._explained(rows, f"{name} gives")
+        scaled = None if factor == 1.0 else self._explained_as_scaled(_flat(rows), factor)
+        self.result = self._explained(rows, f"{name} gives") if scaled is None else scaled
         self._rows = {self.result: self._rows[self.result]}
         self._is_done = is_end
 
@@ -295,6 +319,8 @@ class LoopTrace:
         number = self._number_of(rows)
         if number is None and self._count == 1:
             number = self._explained_as_embedding(rows)
+        if number is None and self._inputs is not None:
+            number = self._explained_by_inputs(rows, self._inputs)
         if number is None:
             number = self._explained_as_sum(rows)
         if number is None:
@@ -311,6 +337,34 @@ class LoopTrace:
                 self._rows[0] = rows.clone()
                 return 0
         return None
+
+    def _explained_by_inputs(self, rows: torch.Tensor, inputs: torch.Tensor) -> int | None:
+        """The number of rows [T, N] that are known ones times the columns of a layer's input."""
+        width = rows.shape[1]
+        alike = [number for number, known in self._rows.items() if known.shape == rows.shape]
+        for first, one in product(range(0, inputs.shape[1], width), alike):
+            columns = range(first, first + width)
+            if _equal(self._rows[one] * inputs[:, first : columns.stop], rows):
+                number = self._add(rows)
+                self.steps.append(TimesInput(one, columns, number))
+                return number
+        return None
+
+    def _explained_as_scaled(self, rows: torch.Tensor, factor: float) -> int | None:
+        """The number of rows that are known ones, or the sum of two, times a factor."""
+        alike = [number for number, known in self._rows.items() if known.shape == rows.shape]
+        found = next((one for one in alike if _equal(self._rows[one] * factor, rows)), None)
+        if found is None:
+            pairs = permutations(alike, 2)
+            sums = (pair for pair in pairs if _equal((self._rows[pair[0]] + self._rows[pair[1]]) * factor, rows))
+            pair = next(sums, None)
+            if pair is None:
+                return None
+            found = self._add_sum(*pair, factor=1.0)
+        number = self._add(rows)
+        self._oldest[number] = self._oldest[found]
+        self.steps.append(Scaled(found, number, factor))
+        return number
 
     def _explained_as_sum(self, rows: torch.Tensor) -> int | None:
         alike = [number for number, known in self._rows.items() if known.shape == rows.shape]
@@ -351,6 +405,13 @@ def _factors_of(layer: nn.Module) -> list[float]:
         for name, value in vars(layer).items()
         if isinstance(value, float) and not name.startswith("_") and math.isfinite(value) and value not in (0.0, 1.0)
     ]
+
+
+def _own_factor(layer: nn.Module) -> float:
+    """The number that a layer has as a tensor of one element, which it may multiply its rows with; 1.0: it has none."""
+    own = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
+    factors = [float(tensor) for tensor in own if tensor.numel() == 1]
+    return factors[0] if len(factors) == 1 else 1.0
 
 
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:

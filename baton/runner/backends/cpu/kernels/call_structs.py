@@ -175,6 +175,7 @@ class ActivateCall(ctypes.Structure):
         *_fields(_SIZE, "rows columns x_stride rows_per_task"),
         ("activation", _INT),
         ("bound", _FLOAT),
+        ("factor", _FLOAT),
     ]
 
 

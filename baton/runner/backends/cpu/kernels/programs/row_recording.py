@@ -17,7 +17,7 @@ from baton.runner.backends.cpu.kernels.call_structs import (
 )
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.library import DTYPES
-from baton.runner.backends.cpu.kernels.product import CLAMP, Activation
+from baton.runner.backends.cpu.kernels.product import CLAMP, SCALE, Activation
 from baton.runner.backends.cpu.kernels.programs.recording import Recording
 from baton.runner.backends.cpu.kernels.rows import (
     NO_LIMITS,
@@ -125,6 +125,13 @@ class RowRecording(Recording):
         """Record x with the numbers beyond -bound and bound replaced by these."""
         out = self._out(into, x.width, x.sampled)
         call = ActivateCall(columns=x.width, x_stride=x.stride, activation=CLAMP, bound=bound)
+        self._record(OperationKind.ACTIVATE, x, Call(activate=call), out=out)
+        return out
+
+    def scale(self, x: Rows, factor: float, *, into: str | Rows) -> Rows:
+        """Record x * factor, rounded once; `into` may be x."""
+        out = self._out(into, x.width, x.sampled)
+        call = ActivateCall(columns=x.width, x_stride=x.stride, activation=SCALE, factor=factor)
         self._record(OperationKind.ACTIVATE, x, Call(activate=call), out=out)
         return out
 

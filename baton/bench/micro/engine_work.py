@@ -5,6 +5,7 @@ The numbers come from names and shapes of the parameters alone, independently of
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -16,6 +17,7 @@ from baton.runner.model.checkpoint import open_checkpoint
 
 _TABLES = ("embed", "wte", "wpe")
 """Names of weights that are looked up, not multiplied."""
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +29,16 @@ class ModelWork:
     head: int
     """Parameters of the product that gives logits."""
     looked_up: int
-    """Parameters of a table of which a step reads a few rows: the embeddings of a model with a head of its own."""
+    """Parameters of tables of which a step reads a few rows: embeddings, unless their table is the head, too."""
     experts: int
     """Parameters of all experts together."""
     num_experts: int
     experts_per_token: int
     shapes: frozenset[tuple[int, int]]
     """[n, k] of every product."""
+    of_last_token: int = 0
+    """Those parameters of `dense` that only a prompt's last token is multiplied with: of the last layers, if they have
+    no keys of their own."""
 
     @property
     def multiplied(self) -> int:
@@ -53,7 +58,8 @@ class ModelWork:
     def prompt_operations(self, tokens: int) -> float:
         """Multiplications and additions with weights for one prompt; logits are computed for its last token alone."""
         share = self.experts_per_token / self.num_experts if self.num_experts else 0.0
-        return 2 * (tokens * (self.dense + self.experts * share) + self.head)
+        of_all = self.dense - self.of_last_token + self.experts * share
+        return 2 * (tokens * of_all + self.of_last_token + self.head)
 
     def _share_of_experts(self, rows: int) -> float:
         """Expected share of the experts that at least one row is routed to, with random routing."""
@@ -84,16 +90,20 @@ def attention_operations(tokens: int, width: float) -> float:
 
 def work_of(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ModelWork:
     """Counts the work from a config.json and the shapes of all parameters by name."""
-    dense, head, table, experts = 0, 0, 0, 0
+    dense, head, table, tables, experts, of_last = 0, 0, 0, 0, 0, 0
     products: set[tuple[int, int]] = set()
+    first_without_keys = int(config.get("num_hidden_layers") or 0) - int(config.get("num_kv_shared_layers") or 0)
     for name, shape in shapes.items():
+        if (layer := _LAYER.search(name)) is not None and int(layer[1]) >= first_without_keys:
+            of_last += prod(shape)
         if len(shape) < 2:
             dense += prod(shape)
         elif name.startswith("lm_head"):
             head += prod(shape)
             products.add((shape[0], shape[1]))
         elif any(word in name for word in _TABLES):
-            table = max(table, prod(shape) if shape[0] == config.get("vocab_size") else 0)
+            is_head = shape == (config.get("vocab_size"), config.get("hidden_size", shape[1]))
+            table, tables = max(table, prod(shape) if is_head else 0), tables + prod(shape)
         elif len(shape) == 3 and shape[1] == 1:
             dense += prod(shape)  # a convolution of each column
         elif len(shape) == 3 or ".experts." in name:
@@ -107,11 +117,12 @@ def work_of(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
         dense=dense,
         # Without a head of its own a model multiplies with its embedding table.
         head=head or table,
-        looked_up=table if head else 0,
+        looked_up=tables if head else tables - table,
         experts=experts,
         num_experts=int(count) if experts else 0,
         experts_per_token=int(config.get("num_experts_per_tok") or 1),
         shapes=frozenset(products),
+        of_last_token=of_last if config.get("num_kv_shared_layers") else 0,
     )
 
 

@@ -58,6 +58,27 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "max_position_embeddings": 32768,
             "tie_word_embeddings": False,
         },
+        "gemma4-e2b": {
+            "model_type": "gemma4_text",
+            "hidden_size": 1536,
+            "num_hidden_layers": 35,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "intermediate_size": 6144,
+            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+            "sliding_window": 512,
+            "num_kv_shared_layers": 20,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 65536,
+            "vocab_size": 65536,
+            "final_logit_softcapping": 30.0,
+            "max_position_embeddings": 32768,
+            "pad_token_id": 0,
+            "tie_word_embeddings": True,
+        },
         "lfm2-700m": {
             "model_type": "lfm2",
             "hidden_size": 1536,
@@ -106,8 +127,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
     }
 )
-"""Shapes by name. 0.5b-kv has as much KV per token as 0.5b, and needs very little computing; the last two are those of
-LFM2-700M and of the text of Qwen3.5-0.8B."""
+"""Shapes by name. 0.5b-kv has as much KV per token as 0.5b, and needs very little computing; gemma4-e2b is the text of
+Gemma 4 E2B with a quarter of its vocabulary, lfm2-700m is LFM2-700M, and qwen3.5-0.8b the text of Qwen3.5-0.8B."""
 
 
 def write_shape(directory: Path, shape: str) -> None:

@@ -281,7 +281,7 @@ class Decoder:
 
     def _loop(self, given: StepInput, sampling_rows: torch.Tensor | None) -> torch.Tensor:
         """The rows that the head takes, or the stage behind: all of them, or `sampling_rows`."""
-        step = StepRows({0: given.x}, self._angles.split(given.cos, given.sin), given.inputs, sampling_rows)
+        step = StepRows({0: given.x}, self._angles.split(given.cos, given.sin), sampling_rows, given.inputs)
         for operation in self._operations:
             operation.run(step)
             if step.is_empty:

@@ -93,7 +93,7 @@ def _entry(fields: Mapping[str, Any]) -> LayerGeometry | LayerState:
 
 
 def layers_found(
-    architecture: str, config: Any, own_layers: range, probe: ProbeAttention, readers: Set[int]
+    architecture: str, config: Any, own_layers: range, probe: ProbeAttention, readers: Set[int] = frozenset()
 ) -> dict[int, LayerReport]:
     """The reports of a stage's layers, which have computed a step with `probe`. `readers`: the layers that attend to
     what others have in the cache.

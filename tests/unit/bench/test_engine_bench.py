@@ -91,6 +91,16 @@ def test_a_table_that_is_only_looked_up_is_counted_apart() -> None:
     assert work_of({"vocab_size": 100}, {**shapes, "lm_head.weight": (100, 8)}).looked_up == 800
 
 
+def test_layers_without_keys_of_their_own_compute_the_last_token_alone() -> None:
+    layers = {f"model.layers.{index}.mlp.up_proj.weight": (6, 8) for index in range(3)}
+    tables = {"model.embed_tokens.weight": (100, 8), "model.embed_tokens_per_layer.weight": (100, 12)}
+    config = {"vocab_size": 100, "hidden_size": 8, "num_hidden_layers": 3, "num_kv_shared_layers": 2}
+    work = work_of(config, layers | tables)
+    assert (work.dense, work.head, work.looked_up) == (3 * 48, 800, 1200)
+    assert work.prompt_operations(7) == 2 * (7 * 48 + 2 * 48 + 800)
+    assert work.bytes_read(1, 0, batch=1) == 3 * 48 + 800
+
+
 def test_attention_is_counted_over_the_keys_that_a_query_attends_to() -> None:
     # Token 1 sees 1 key, token 2 sees 2, token 3 sees 3: 6 pairs, each a product with a key and one with a value.
     assert attention_operations(3, width=10) == 6 * 10 * 2

@@ -20,7 +20,9 @@ class LayerInputs:
         self._base = base
         self.parts = parts
         """The parts of the model that compute them."""
-        self.width: int = base.config.num_hidden_layers * base.config.hidden_size_per_layer_input
+        self.layer_width: int = base.config.hidden_size_per_layer_input
+        """N."""
+        self.width: int = base.config.num_hidden_layers * self.layer_width
         """L * N."""
 
     @classmethod

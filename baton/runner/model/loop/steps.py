@@ -160,10 +160,10 @@ class StepRows:
     rows: dict[int, torch.Tensor]
     angles: Mapping[int | None, tuple[torch.Tensor, torch.Tensor]]
     """The cosines and sines of each kind; by None those of parts that take none, [T, 0]."""
-    inputs: torch.Tensor | None
-    """The layers' inputs [T, L * N]; None: there are none."""
     sample_rows: torch.Tensor | None
     """The rows that go on behind the last mixer; None: all do."""
+    inputs: torch.Tensor | None = None
+    """The layers' inputs [T, L * N]; None: there are none."""
     is_empty: bool = False
     """Whether the last mixer was computed, and no rows go on."""
 

@@ -319,8 +319,8 @@ class LoopTrace:
         number = self._number_of(rows)
         if number is None and self._count == 1:
             number = self._explained_as_embedding(rows)
-        if number is None and self._inputs is not None:
-            number = self._explained_by_inputs(rows, self._inputs)
+        if number is None and self.layer_inputs is not None and rows.shape[1] == self.layer_inputs.layer_width:
+            number = self._explained_by_inputs(rows)
         if number is None:
             number = self._explained_as_sum(rows)
         if number is None:
@@ -338,9 +338,10 @@ class LoopTrace:
                 return 0
         return None
 
-    def _explained_by_inputs(self, rows: torch.Tensor, inputs: torch.Tensor) -> int | None:
+    def _explained_by_inputs(self, rows: torch.Tensor) -> int | None:
         """The number of rows [T, N] that are known ones times the columns of a layer's input."""
-        width = rows.shape[1]
+        width, inputs = rows.shape[1], self._inputs
+        assert inputs is not None
         alike = [number for number, known in self._rows.items() if known.shape == rows.shape]
         for first, one in product(range(0, inputs.shape[1], width), alike):
             columns = range(first, first + width)

@@ -19,6 +19,7 @@ from baton.model_formats.adapters import open_adapter
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.spec import TorchSpec
+from tests.oracle.test_adapters_bit_exact import WithoutPrograms
 from tests.oracle.test_bit_exact import AMONG_OTHERS, Run, assert_continued_alike, assert_interruptions_change_no_bit
 from tests.oracle.test_ranks_exact import ALONE, Shape, compute, loaded
 from tests.oracle.test_token_exact import BLOCK_SIZE, NEW_TOKENS, make_engine, run_all
@@ -49,6 +50,7 @@ def test_the_layout_has_the_numbers_of_each_layer(models: Path, name: str) -> No
     globally = {"mixture": (1, 32), "shared": (2, 32), "dense": (1, 512)}
     heads = {(layer.num_kv_heads, layer.key_dim) for layer in runner.layout.layers if isinstance(layer, LayerGeometry)}
     assert heads == {(2, 16), globally[name]}
+    assert len(runner.layout.layers) == (2 if name == "shared" else 4), "layers without keys of their own have none"
 
 
 @pytest.mark.parametrize("name", GEMMA4_MODELS)
@@ -74,6 +76,15 @@ def test_bits_depend_on_the_sequence_alone(models: Path, name: str, dtype: str, 
     cached, tail = assert_interruptions_change_no_bit(run, expected)
     if quantization is None:
         assert_continued_alike(run, run_on(2), cached, tail)
+
+
+def test_single_calls_have_the_tokens_of_programs(models: Path) -> None:
+    spec = TorchSpec(written(models, "shared"), dtype="bfloat16", block_size=BLOCK_SIZE, num_blocks=96)
+    requests = [Request(name, RequestSpec(prompt, GREEDY)) for name, prompt in PROMPTS.items()]
+    runners = (load_runner(spec), load_runner(spec, operations=WithoutPrograms()))
+    assert [runner._transformer.why_no_programs == "" for runner in runners] == [True, False]
+    tokens, expected = (run_all(make_engine(runner), requests) for runner in runners)
+    assert tokens == expected
 
 
 @pytest.mark.parametrize(

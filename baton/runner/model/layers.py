@@ -285,7 +285,7 @@ def replace_products(
             continue
         setattr(parent, name, packed)
         if (tied := embeddings.get(shared)) is not None:
-            setattr(tied[0], tied[1], PackedEmbedding(packed))
+            _share_weight(*tied, packed)
         release(child)
     for parent, name, child in children_of(module):
         if isinstance(child, StoredEmbedding):  # one that the head does not share
@@ -293,7 +293,7 @@ def replace_products(
             setattr(parent, name, PackedEmbedding(packed))
     for part in module.modules():
         if isinstance(part, nn.Embedding):
-            if operations.ranks.shard.size > 1:
+            if operations.ranks.shard.size > 1 and not isinstance(part.weight, AbsentWeight):
                 _divide_embedding(part, operations, release)
             continue
         if is_experts(part):
@@ -320,19 +320,37 @@ def replace_products(
         parameter.data = parameter.data.clone()
 
 
+def _share_weight(parent: nn.Module, name: str, head: PackedLinear) -> None:
+    """Let an embedding read the packed weight of the head, which shares its weight."""
+    embedding = parent.get_submodule(name)
+    if isinstance(embedding, nn.Embedding) and type(embedding) is not nn.Embedding:
+        _take_weight(embedding, head.take_rows)  # its class does more than to look rows up
+    else:
+        setattr(parent, name, PackedEmbedding(head))
+
+
 def _divide_embedding(embedding: nn.Embedding, operations: Operations, release: Callable[[nn.Module], None]) -> None:
     """Leave this rank its part of an embedding's rows; each row comes from the rank that has it."""
     weight = embedding.weight.detach()
     packed, dtype = operations.pack(weight), weight.dtype
-
-    def gathered_rows(token_ids: torch.Tensor, _weight: torch.Tensor, *_arguments: Any, **_named: Any) -> torch.Tensor:
-        rows = operations.take_rows(packed, token_ids.reshape(-1), dtype)
-        return rows.view(*token_ids.shape, -1)
-
-    divided = AbsentWeight.of(torch.empty((), dtype=dtype).expand(weight.shape), {functional.embedding: gathered_rows})
     release(embedding)
+    _take_weight(embedding, lambda index: operations.take_rows(packed, index, dtype))
+
+
+def _take_weight(embedding: nn.Embedding, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Take the weight [N, K] of an embedding, whose rows [T, K] come from `rows` by their numbers, int64 [T]."""
+    weight = embedding.weight.detach()
+
+    def looked_up(token_ids: torch.Tensor, _weight: torch.Tensor, *_arguments: Any, **_named: Any) -> torch.Tensor:
+        return rows(token_ids.reshape(-1)).view(*token_ids.shape, -1)
+
+    def taken(_weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return rows(index)
+
+    answers: dict[Any, Callable[..., Any]] = {functional.embedding: looked_up, torch.Tensor.__getitem__: taken}
     delattr(embedding, "weight")
-    object.__setattr__(embedding, "weight", divided)
+    absent = AbsentWeight.of(weight.new_empty(()).expand(weight.shape), answers)
+    object.__setattr__(embedding, "weight", absent)
 
 
 def _embeddings(module: nn.Module) -> dict[int, tuple[nn.Module, str]]:
@@ -342,7 +360,7 @@ def _embeddings(module: nn.Module) -> dict[int, tuple[nn.Module, str]]:
         for name, part in parent.named_children():
             if isinstance(part, StoredEmbedding):
                 embeddings[id(part.stored)] = (parent, name)
-            elif type(part) is nn.Embedding:
+            elif isinstance(part, nn.Embedding):
                 embeddings[part.weight.data_ptr()] = (parent, name)
     return embeddings
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional
 
 from baton.runner.backends.kernel_choice import choose_operations
@@ -17,6 +18,7 @@ from baton.runner.shared_by_loaders import prepare
 from baton.runner.spec import WeightSpec
 from tests.support.kernel_inputs import randn
 from tests.support.listed_types import LISTED_TYPES
+from tests.support.load_with import load_tiny
 from tests.support.varied_models import write_varied_model
 
 
@@ -86,3 +88,13 @@ def test_a_norm_takes_rows_that_are_wider_than_its_weight() -> None:
     norm, wide = (FusedNorm(choose_operations(1), of, 1e-5, False) for of in (weight, weight.float()))
     assert norm(x).dtype == torch.float32
     assert torch.equal(norm(x), wide(x))
+
+
+@pytest.mark.parametrize("architecture", ["gemma3_text", "qwen2"])
+def test_an_embedding_that_shares_the_weight_of_the_head_holds_none(tmp_path: Path, architecture: str) -> None:
+    module = load_tiny(tmp_path, architecture, config={"tie_word_embeddings": True})._transformer._module
+    assert not [name for name, parameter in module.named_parameters() if parameter.dim() > 1]
+    ids = torch.tensor([3, 0, 255])
+    scale = module.config.hidden_size**0.5 if architecture == "gemma3_text" else 1.0
+    table = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(module.get_input_embeddings()(ids), table[ids] * scale)

@@ -13,6 +13,12 @@ import torch
 from torch import nn
 
 
+def has_layer_inputs(base: Any) -> bool:
+    """Whether a model, without its head, has such rows."""
+    names = ("get_per_layer_inputs", "project_per_layer_inputs")
+    return all(hasattr(base, name) for name in names) and bool(base.config.hidden_size_per_layer_input)
+
+
 class LayerInputs:
     """The rows of all layers, side by side, of the tokens of a step."""
 
@@ -26,11 +32,8 @@ class LayerInputs:
         """L * N."""
 
     @classmethod
-    def of(cls, base: Any, token_ids: torch.Tensor, embedded: torch.Tensor) -> LayerInputs | None:
-        """Those of a model, which are computed once for tokens [T] and their embedding [T, K]; None: it has none."""
-        names = ("get_per_layer_inputs", "project_per_layer_inputs")
-        if not all(hasattr(base, name) for name in names) or not base.config.hidden_size_per_layer_input:
-            return None
+    def of(cls, base: Any, token_ids: torch.Tensor, embedded: torch.Tensor) -> LayerInputs:
+        """Those of a model that has some; they are computed once, for tokens [T] and their embedding [T, K]."""
         called: set[nn.Module] = set()
         inputs = cls(base, frozenset())
         with ExitStack() as hooks:

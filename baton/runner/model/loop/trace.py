@@ -24,7 +24,7 @@ from baton.runner.model.fused.attention import CalledAsAttention, Rotation
 from baton.runner.model.layers import head_of
 from baton.runner.model.long_angles import LongAngles, is_rotary
 from baton.runner.model.loop.angles import AngleKind
-from baton.runner.model.loop.layer_inputs import LayerInputs
+from baton.runner.model.loop.layer_inputs import LayerInputs, has_layer_inputs
 from baton.runner.model.loop.positions import PositionRows, positions_of
 from baton.runner.model.loop.steps import (
     FUSED_NORMS,
@@ -204,11 +204,10 @@ class LoopTrace:
             return
         self.width, self.dtype = out.shape[-1], out.dtype
         self._add(out)
-        if not isinstance(part, ReceivedRows):
+        if not isinstance(part, ReceivedRows) and has_layer_inputs(base):
             token_ids, embedded = args[0][0], _flat(out)
             self.layer_inputs = inputs = self._asking(lambda: LayerInputs.of(base, token_ids, embedded))
-            if inputs is not None:
-                self._inputs = self._asking(lambda: inputs.rows(token_ids, embedded))
+            self._inputs = self._asking(lambda: inputs.rows(token_ids, embedded))
 
     def _add(self, rows: torch.Tensor) -> int:
         """The number of rows that are new."""

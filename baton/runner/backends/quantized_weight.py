@@ -53,7 +53,7 @@ class QuantizedWeight:
     codes: torch.Tensor
     """uint8 [n, k], below 2 ** bits."""
     bits: int
-    """How many bits a code takes in memory after packing: 4 or 8. Codes of 5 and 6 bits take 8."""
+    """How many bits a code takes in memory after packing: 4, 5, 6 or 8."""
     group: int
     """Number of elements of k that share a scale; it divides k."""
     scales: torch.Tensor

@@ -58,7 +58,7 @@ def error_bound(x: torch.Tensor, weight: QuantizedWeight, dtype: torch.dtype) ->
     return of_x * (1 + 2.0**-7) + of_chain + of_result + 1e-30
 
 
-@all_pairs({"isa": ISAS, "dtype": DTYPES, "bits": [4, 8], "kind": INTEGER_KINDS})
+@all_pairs({"isa": ISAS, "dtype": DTYPES, "bits": [4, 5, 6, 8], "kind": INTEGER_KINDS})
 def test_a_product_differs_from_float64_by_the_rounding_of_x_alone(
     isa: str, dtype: torch.dtype, bits: int, kind: Callable[..., QuantizedWeight]
 ) -> None:
@@ -73,7 +73,7 @@ def test_a_product_differs_from_float64_by_the_rounding_of_x_alone(
             assert ((out.double() - expected).abs() <= error_bound(x, weight, dtype)).all(), (n, k, group, m)
 
 
-@all_pairs({"dtype": DTYPES, "bits": [4, 8], "kind": INTEGER_KINDS})
+@all_pairs({"dtype": DTYPES, "bits": [4, 5, 6, 8], "kind": INTEGER_KINDS})
 def test_every_instruction_set_gives_the_bits_of_the_plain_product(
     dtype: torch.dtype, bits: int, kind: Callable[..., QuantizedWeight]
 ) -> None:

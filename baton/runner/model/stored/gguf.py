@@ -85,12 +85,12 @@ def _q4_1(blocks: torch.Tensor) -> QuantizedWeight:
 
 def _q5_0(blocks: torch.Tensor) -> QuantizedWeight:
     codes = _nibbles(blocks[..., 6:]) | _bits(blocks[..., 2:6]) << 4
-    return _weight(codes, 8, _GROUP, scales=_halves(blocks, 0), zeros=16)
+    return _weight(codes, 5, _GROUP, scales=_halves(blocks, 0), zeros=16)
 
 
 def _q5_1(blocks: torch.Tensor) -> QuantizedWeight:
     codes = _nibbles(blocks[..., 8:]) | _bits(blocks[..., 4:8]) << 4
-    return _weight(codes, 8, _GROUP, scales=_halves(blocks, 0), offsets=_halves(blocks, 2))
+    return _weight(codes, 5, _GROUP, scales=_halves(blocks, 0), offsets=_halves(blocks, 2))
 
 
 def _q8_0(blocks: torch.Tensor) -> QuantizedWeight:
@@ -105,7 +105,7 @@ def _q4_k(blocks: torch.Tensor) -> QuantizedWeight:
 def _q5_k(blocks: torch.Tensor) -> QuantizedWeight:
     # Bit g of byte i is the fifth bit of element i of group g.
     fifth = torch.stack([blocks[..., 16:48] >> group & 1 for group in range(_SUPERBLOCK_GROUPS)], dim=-2)
-    return _with_k_scales(blocks, _nibbles_by_32(blocks[..., 48:]) | fifth.flatten(-2) << 4, 8)
+    return _with_k_scales(blocks, _nibbles_by_32(blocks[..., 48:]) | fifth.flatten(-2) << 4, 5)
 
 
 def _q6_k(blocks: torch.Tensor) -> QuantizedWeight:
@@ -119,7 +119,7 @@ def _q6_k(blocks: torch.Tensor) -> QuantizedWeight:
     ]
     codes = torch.stack(parts, dim=3)  # [n, count, 2, 4, 32]
     scales = blocks[..., 192:208].view(torch.int8).reshape(n, count * _Q6_GROUPS)
-    return _weight(codes, 8, _Q6_GROUP, scales=scales, scale_factors=_halves(blocks, 208), zeros=32)
+    return _weight(codes, 6, _Q6_GROUP, scales=scales, scale_factors=_halves(blocks, 208), zeros=32)
 
 
 def _with_k_scales(blocks: torch.Tensor, codes: torch.Tensor, bits: int) -> QuantizedWeight:
@@ -167,12 +167,12 @@ _LAYOUTS = {layout.name: layout for layout in BLOCK_FORMATS.values()}
 QUANTIZED_FORMATS: Mapping[str, QuantizedFormat] = {
     "Q4_0": QuantizedFormat(_LAYOUTS["Q4_0"], (0,), 16 + 2, _q4_0),
     "Q4_1": QuantizedFormat(_LAYOUTS["Q4_1"], (0, 2), 16 + 4, _q4_1),
-    "Q5_0": QuantizedFormat(_LAYOUTS["Q5_0"], (0,), 32 + 2, _q5_0),
-    "Q5_1": QuantizedFormat(_LAYOUTS["Q5_1"], (0, 2), 32 + 4, _q5_1),
+    "Q5_0": QuantizedFormat(_LAYOUTS["Q5_0"], (0,), 20 + 2, _q5_0),
+    "Q5_1": QuantizedFormat(_LAYOUTS["Q5_1"], (0, 2), 20 + 4, _q5_1),
     "Q8_0": QuantizedFormat(_LAYOUTS["Q8_0"], (0,), 32 + 2, _q8_0),
     "Q4_K": QuantizedFormat(_LAYOUTS["Q4_K"], (0, 2), 128 + 16 + 4, _q4_k),
-    "Q5_K": QuantizedFormat(_LAYOUTS["Q5_K"], (0, 2), 256 + 16 + 4, _q5_k),
-    "Q6_K": QuantizedFormat(_LAYOUTS["Q6_K"], (208,), 256 + 16 + 2, _q6_k),
+    "Q5_K": QuantizedFormat(_LAYOUTS["Q5_K"], (0, 2), 160 + 16 + 4, _q5_k),
+    "Q6_K": QuantizedFormat(_LAYOUTS["Q6_K"], (208,), 192 + 16 + 2, _q6_k),
 }
 """The quantised formats that are read, by their names."""
 

@@ -1,4 +1,4 @@
-"""Linear layers on weights of 4 and 8 bits, which stay that small in memory.
+"""Linear layers on weights of 4, 5, 6 and 8 bits, which stay that small in memory.
 
 A product quantises the rows of x to 8 bits, in blocks of at most 32 elements, and multiplies integers. Every
 instruction set gives the same bits (csrc/quantized.h).
@@ -40,7 +40,7 @@ _NESTED = (torch.int8, torch.uint8)
 
 @dataclass(frozen=True, slots=True)
 class PackedQuantizedWeight:
-    """A weight [n, k] of 4 or 8 bits, rearranged in groups of 64 columns (csrc/quantized.h)."""
+    """A weight [n, k] of 4, 5, 6 or 8 bits, rearranged in groups of 64 columns (csrc/quantized.h)."""
 
     n: int
     """Number of columns of a product's result."""
@@ -159,8 +159,8 @@ def pack_gated_quantized(gate: QuantizedWeight, up: QuantizedWeight) -> PackedQu
 
 def _require_parts(weight: QuantizedWeight, name: str) -> None:
     """Raises KernelArgumentError, which names the first part of a weight that can't be packed."""
-    if weight.bits not in (4, 8):
-        raise KernelArgumentError(name, f"has codes of {weight.bits} bits, must be 4 or 8")
+    if weight.bits not in (4, 5, 6, 8):
+        raise KernelArgumentError(name, f"has codes of {weight.bits} bits, must be 4, 5, 6 or 8")
     _require_tensor(weight.codes, f"{name}'s codes", (torch.uint8,), None)
     n, k = weight.shape
     if weight.group < 1 or k % weight.group != 0:
@@ -169,8 +169,8 @@ def _require_parts(weight: QuantizedWeight, name: str) -> None:
         raise KernelArgumentError(
             name, f"has groups of {weight.group}, which is not a multiple of 4: load the model with --dequantize"
         )
-    if weight.bits == 4 and weight.codes.numel() > 0 and int(weight.codes.max()) > 15:
-        raise KernelArgumentError(f"{name}'s codes", "must be below 16")
+    if weight.codes.numel() > 0 and int(weight.codes.max()) >= 1 << weight.bits:
+        raise KernelArgumentError(f"{name}'s codes", f"must be below {1 << weight.bits}")
     groups = (n, k // weight.group)
     _require_tensor(weight.scales, f"{name}'s scales", tuple(_NUMBERS), groups)
     _require_factors(weight.scales, weight.scale_factors, f"{name}'s scale factors")

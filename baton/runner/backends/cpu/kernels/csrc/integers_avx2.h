@@ -11,6 +11,17 @@ INLINE i16 i_load(const uint8_t *p) {
 }
 INLINE i16 i_low(i16 x) { return EACH(_mm256_and_si256(x.a, _mm256_set1_epi8(15)), _mm256_and_si256(x.b, _mm256_set1_epi8(15))); }
 INLINE i16 i_high(i16 x) { return i_low(EACH(_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4))); }
+INLINE __m256i with_bit_8(__m256i a, const uint8_t *bits, int bit) {
+    int32_t mask;
+    memcpy(&mask, bits, sizeof mask);
+    const __m256i byte = _mm256_set_epi64x(0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0);
+    const __m256i own = _mm256_set1_epi64x((int64_t)0x8040201008040201);
+    __m256i set = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(mask), byte), own);
+    return _mm256_or_si256(a, _mm256_and_si256(_mm256_cmpeq_epi8(set, own), _mm256_set1_epi8((char)bit)));
+}
+INLINE i16 i_with_bit(i16 x, const uint8_t *bits, int bit) {
+    return EACH(with_bit_8(x.a, bits, bit), with_bit_8(x.b, bits + 4, bit));
+}
 INLINE __m128i load_8_bytes(const uint8_t *p) { return _mm_loadl_epi64((const __m128i *)p); }
 INLINE i16 i_load_bytes(const uint8_t *p) {
     return EACH(_mm256_cvtepu8_epi32(load_8_bytes(p)), _mm256_cvtepu8_epi32(load_8_bytes(p + 8)));
@@ -27,9 +38,9 @@ INLINE __m256i dot_8(const int BITS, __m256i sum, __m256i codes, __m256i x) {
     return sum;
 }
 #else
-/* Products of 4 bits fit into the 16-bit sums of vpmaddubsw. Those of 8 bits do not, so they are widened first. */
+/* Products of 4 to 6 bits fit into the 16-bit sums of vpmaddubsw. Those of 8 bits do not, so they are widened first. */
 INLINE __m256i dot_8(const int BITS, __m256i sum, __m256i codes, __m256i x) {
-    if (BITS == 4) return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
+    if (BITS < 8) return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
     __m256i even = _mm256_madd_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
     __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(codes, 8), _mm256_srai_epi16(x, 8));
     return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));

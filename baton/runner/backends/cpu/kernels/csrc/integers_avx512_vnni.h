@@ -5,6 +5,11 @@ INLINE i16 i_set1(int32_t a) { return _mm512_set1_epi32(a); }
 INLINE i16 i_load(const uint8_t *p) { return _mm512_loadu_si512(p); }
 INLINE i16 i_low(i16 a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 INLINE i16 i_high(i16 a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
+INLINE i16 i_with_bit(i16 a, const uint8_t *bits, int bit) {
+    uint64_t mask;
+    memcpy(&mask, bits, sizeof mask);
+    return _mm512_mask_add_epi8(a, _cvtu64_mask64(mask), a, _mm512_set1_epi8((char)bit));
+}
 INLINE i16 i_load_bytes(const uint8_t *p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 INLINE i16 i_load_signed_bytes(const uint8_t *p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 INLINE v16 v_from_i(i16 a) { return _mm512_cvtepi32_ps(a); }

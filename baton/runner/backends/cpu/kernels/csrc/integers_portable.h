@@ -18,6 +18,13 @@ INLINE i16 i_load(const uint8_t *p) {
 /* The low or the high halves of all bytes. */
 INLINE i16 i_low(i16 a) { EACH(a.i[i] & 0x0F0F0F0F); }
 INLINE i16 i_high(i16 a) { EACH((int32_t)((uint32_t)a.i[i] >> 4) & 0x0F0F0F0F); }
+/* The bytes, which have no such bit, with it where one of 64 bits is set, the lowest of the first byte first. */
+INLINE i16 i_with_bit(i16 a, const uint8_t *bits, int bit) {
+    for (int i = 0; i < 16; i++)
+        for (int byte = 0; byte < 4; byte++)
+            if (bits[i / 2] >> (i % 2 * 4 + byte) & 1) a.i[i] |= (int32_t)((uint32_t)bit << 8 * byte);
+    return a;
+}
 /* 16 bytes, one in each lane. */
 INLINE i16 i_load_bytes(const uint8_t *p) { EACH(p[i]); }
 INLINE i16 i_load_signed_bytes(const uint8_t *p) { EACH((int8_t)p[i]); }

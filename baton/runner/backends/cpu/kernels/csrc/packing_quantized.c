@@ -15,18 +15,44 @@ static void place(uint8_t *to, size_t column, const uint8_t *values, size_t inde
     memcpy(to + column * size, values + index * size, size);
 }
 
-/* Where the four codes of a column in the first step are, and how far their bits are shifted. */
-static uint8_t *column_codes(const struct quantized_format *f, uint8_t *codes, size_t column, int *shift) {
+/* Where the codes of a column are in a step of 4 elements: the places of its first one. */
+struct column_codes {
+    uint8_t *low;        /* its byte, or the half of it that `shift` says */
+    int shift, mask;
+    uint8_t *further[2]; /* of each bit above the fourth the 8 bytes of its panel */
+    size_t further_at;   /* which of their bits */
+};
+
+static struct column_codes column_codes(const struct quantized_format *f, uint8_t *step, size_t column) {
     size_t panel = column / LANES, lane = column % LANES;
-    *shift = f->bits == 4 && panel % 2 == 1 ? 4 : 0;
-    return codes + (f->bits == 8 ? panel : panel / 2) * 64 + lane * 4;
+    if (f->bits == 8) return (struct column_codes){.low = step + panel * 64 + lane * 4, .mask = 255};
+    uint8_t *pair = step + pair_of_panels(f->bits, panel);
+    return (struct column_codes){
+        .low = pair + lane * 4,
+        .shift = panel % 2 == 1 ? 4 : 0,
+        .mask = 15,
+        .further = {pair + further_bits(4, panel), pair + further_bits(5, panel)},
+        .further_at = lane * 4,
+    };
 }
 
 static void pack_codes(const struct quantized_format *f, uint8_t *packed, size_t column, const uint8_t *codes) {
-    int shift;
-    uint8_t *to = column_codes(f, packed, column, &shift);
-    for (size_t i = 0; i < f->group; i += 4, to += codes_bytes(f, 4))
-        for (size_t j = 0; j < 4; j++) to[j] = (uint8_t)(to[j] | codes[i + j] << shift);
+    for (size_t i = 0; i < f->group; i++) {
+        struct column_codes to = column_codes(f, packed + i / 4 * codes_bytes(f, 4), column);
+        to.low[i % 4] = (uint8_t)(to.low[i % 4] | (codes[i] & to.mask) << to.shift);
+        for (size_t bit = 4, at = to.further_at + i % 4; bit < f->bits && f->bits < 8; bit++) {
+            uint8_t *byte = to.further[bit - 4] + at / 8;
+            *byte = (uint8_t)(*byte | (codes[i] >> bit & 1) << at % 8);
+        }
+    }
+}
+
+static int code_at(const struct quantized_format *f, uint8_t *packed, size_t column, size_t i) {
+    struct column_codes from = column_codes(f, packed + i / 4 * codes_bytes(f, 4), column);
+    int code = from.low[i % 4] >> from.shift & from.mask;
+    for (size_t bit = 4, at = from.further_at + i % 4; bit < f->bits && f->bits < 8; bit++)
+        code |= (from.further[bit - 4][at / 8] >> at % 8 & 1) << bit;
+    return code;
 }
 
 /* Writes the rows of a weight to packed columns, beginning at column first; each 16 rows go spread panels behind the 16 before
@@ -96,11 +122,9 @@ static void dequantize_row(const void *job, size_t task, void *scratch) {
         struct quantized_group group = quantized_group(f, columns, g);
         float scale = number_at(f->scales, group.scales, group.scale_factors, within);
         float offset = number_at(f->offsets, group.offsets, group.offset_factors, within);
-        int shift, zero = group.zeros != NULL ? group.zeros[within] : f->zero, mask = f->bits == 8 ? 255 : 15;
-        const uint8_t *codes = column_codes(f, group.codes, within, &shift);
+        int zero = group.zeros != NULL ? group.zeros[within] : f->zero;
         for (size_t i = 0; i < f->group; i++) {
-            int code = codes[i / 4 * codes_bytes(f, 4) + i % 4] >> shift & mask;
-            float value = (float)(code - zero) * scale;
+            float value = (float)(code_at(f, group.codes, within, i) - zero) * scale;
             if (f->offsets != NUMBER_NONE) value = value + offset;
             store_number((enum dtype)call->dtype, call->out, task * call->k + g * f->group + i, value);
         }

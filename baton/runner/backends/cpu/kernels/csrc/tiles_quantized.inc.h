@@ -99,10 +99,20 @@ INLINE void load_four(const int BITS, const int NU, const uint8_t *codes, size_t
             w[u] = i_load(codes + u * 64);
             __builtin_prefetch(codes + ahead + u * 64);
         } else if (u % 2 == 0) {
-            i16 both = i_load(codes + u * 32);
-            __builtin_prefetch(codes + ahead + u * 32);
+            const uint8_t *pair = codes + pair_of_panels(BITS, u);
+            i16 both = i_load(pair);
+            __builtin_prefetch(pair + ahead);
+            if (BITS > 4) __builtin_prefetch(pair + ahead + 64); /* a pair's bytes are in two lines, or in three with the next pair's */
             w[u] = i_low(both);
             w[u + 1] = i_high(both);
+            if (BITS > 4) {
+                w[u] = i_with_bit(w[u], pair + further_bits(4, 0), 16);
+                w[u + 1] = i_with_bit(w[u + 1], pair + further_bits(4, 1), 16);
+            }
+            if (BITS > 5) {
+                w[u] = i_with_bit(w[u], pair + further_bits(5, 0), 32);
+                w[u + 1] = i_with_bit(w[u + 1], pair + further_bits(5, 1), 32);
+            }
         }
     }
 }
@@ -215,10 +225,17 @@ typedef void (*piece_function)(size_t rows, size_t length, const char *x, size_t
         multiply_piece(BITS, NUMBERS, BLOCK, rows, length, x, ldx, piece, c);                                                    \
     }
 PIECE(4, WIDENED, 0)
+PIECE(5, WIDENED, 0)
+PIECE(6, WIDENED, 0)
 PIECE(8, WIDENED, 0)
 PIECE(4, WIDENED_OFFSETS, 0)
+PIECE(5, WIDENED_OFFSETS, 0)
+PIECE(6, WIDENED_OFFSETS, 0)
 PIECE(8, WIDENED_OFFSETS, 0)
 #if QUANTIZED_UNROLLED
+PIECE(5, HALVES, 32)
+PIECE(5, WIDENED_OFFSETS, 32)
+PIECE(6, WIDENED, 16)
 PIECE(4, HALVES, 32)
 PIECE(8, HALVES, 32)
 PIECE(4, WIDENED, 32)
@@ -230,16 +247,26 @@ PIECE(8, WIDENED_OFFSETS, 32)
 
 /* The function for pieces of a format's weights, and how it reads scales. Nearly all formats have blocks of MAX_BLOCK elements. */
 INLINE piece_function piece_function_of(const struct quantized_format *f, enum numbers *numbers) {
-    const int is_4 = f->bits == 4;
+    const int is_4 = f->bits == 4, is_5 = f->bits == 5, is_6 = f->bits == 6;
     *numbers = f->offsets == NUMBER_NONE ? WIDENED : WIDENED_OFFSETS;
 #if QUANTIZED_UNROLLED
-    if (f->block == MAX_BLOCK) {
+    if (f->block == 16 && is_6 && *numbers == WIDENED) return piece_6_WIDENED_16;
+    if (f->block == MAX_BLOCK && is_5 && *numbers == WIDENED_OFFSETS) return piece_5_WIDENED_OFFSETS_32;
+    if (f->block == MAX_BLOCK && is_5 && f->scales == NUMBER_FLOAT16) {
+        *numbers = HALVES;
+        return piece_5_HALVES_32;
+    }
+    if (f->block == MAX_BLOCK && (is_4 || f->bits == 8)) {
         if (*numbers == WIDENED_OFFSETS) return is_4 ? piece_4_WIDENED_OFFSETS_32 : piece_8_WIDENED_OFFSETS_32;
         if (f->scales != NUMBER_FLOAT16) return is_4 ? piece_4_WIDENED_32 : piece_8_WIDENED_32;
         *numbers = HALVES;
         return is_4 ? piece_4_HALVES_32 : piece_8_HALVES_32;
     }
 #endif
-    if (*numbers == WIDENED_OFFSETS) return is_4 ? piece_4_WIDENED_OFFSETS_0 : piece_8_WIDENED_OFFSETS_0;
-    return is_4 ? piece_4_WIDENED_0 : piece_8_WIDENED_0;
+    if (*numbers == WIDENED_OFFSETS)
+        return is_4   ? piece_4_WIDENED_OFFSETS_0
+               : is_5 ? piece_5_WIDENED_OFFSETS_0
+               : is_6 ? piece_6_WIDENED_OFFSETS_0
+                      : piece_8_WIDENED_OFFSETS_0;
+    return is_4 ? piece_4_WIDENED_0 : is_5 ? piece_5_WIDENED_0 : is_6 ? piece_6_WIDENED_0 : piece_8_WIDENED_0;
 }

@@ -11,16 +11,23 @@ INLINE i16 i_load(const uint8_t *p) {
 }
 INLINE i16 i_low(i16 x) { return EACH(_mm256_and_si256(x.a, _mm256_set1_epi8(15)), _mm256_and_si256(x.b, _mm256_set1_epi8(15))); }
 INLINE i16 i_high(i16 x) { return i_low(EACH(_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4))); }
-INLINE __m256i with_bit_8(__m256i a, const uint8_t *bits, int bit) {
-    int32_t mask;
-    memcpy(&mask, bits, sizeof mask);
-    const __m256i byte = _mm256_set_epi64x(0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0);
-    const __m256i own = _mm256_set1_epi64x((int64_t)0x8040201008040201);
-    __m256i set = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(mask), byte), own);
-    return _mm256_or_si256(a, _mm256_and_si256(_mm256_cmpeq_epi8(set, own), _mm256_set1_epi8((char)bit)));
+INLINE i16 i_load_further(const int BITS, const uint8_t *p) {
+    const __m256i all = BITS == 5 ? _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p))
+                                  : _mm256_loadu_si256((const __m256i *)p);
+    return EACH(all, all);
 }
-INLINE i16 i_with_bit(i16 x, const uint8_t *bits, int bit) {
-    return EACH(with_bit_8(x.a, bits, bit), with_bit_8(x.b, bits + 4, bit));
+/* The bits are shifted to the place above the fourth, by `low` in the lower half and `high` in the upper one: to the left in the
+ * first panel, and to the right in the second. What comes from another byte is masked out. */
+INLINE __m256i with_further_8(const int MORE, const int PANEL, __m256i codes, __m256i further, int low, int high) {
+    const __m256i counts = _mm256_set_m128i(_mm_set1_epi32(high), _mm_set1_epi32(low));
+    const __m256i moved = PANEL == 0 ? _mm256_sllv_epi32(further, counts) : _mm256_srlv_epi32(further, counts);
+    return _mm256_or_si256(codes, _mm256_and_si256(moved, _mm256_set1_epi8(MORE == 1 ? 0x10 : 0x30)));
+}
+INLINE i16 i_with_further(const int BITS, const int PANEL, i16 x, i16 further) {
+    const int more = BITS - 4, step = more == 1 ? 1 : 0;
+    if (PANEL == 0)
+        return EACH(with_further_8(more, 0, x.a, further.a, 4, 4 - step), with_further_8(more, 0, x.b, further.b, 2, 2 - step));
+    return EACH(with_further_8(more, 1, x.a, further.a, 0, step), with_further_8(more, 1, x.b, further.b, 2, 2 + step));
 }
 INLINE __m128i load_8_bytes(const uint8_t *p) { return _mm_loadl_epi64((const __m128i *)p); }
 INLINE i16 i_load_bytes(const uint8_t *p) {

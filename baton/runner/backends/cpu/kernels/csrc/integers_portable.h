@@ -18,12 +18,18 @@ INLINE i16 i_load(const uint8_t *p) {
 /* The low or the high halves of all bytes. */
 INLINE i16 i_low(i16 a) { EACH(a.i[i] & 0x0F0F0F0F); }
 INLINE i16 i_high(i16 a) { EACH((int32_t)((uint32_t)a.i[i] >> 4) & 0x0F0F0F0F); }
-/* The bytes, which have no such bit, with it where one of 64 bits is set, the lowest of the first byte first. */
-INLINE i16 i_with_bit(i16 a, const uint8_t *bits, int bit) {
-    for (int i = 0; i < 16; i++)
-        for (int byte = 0; byte < 4; byte++)
-            if (bits[i / 2] >> (i % 2 * 4 + byte) & 1) a.i[i] |= (int32_t)((uint32_t)bit << 8 * byte);
-    return a;
+/* The 16 bytes, or 32 for 6 bits, with the bits above the fourth of a pair of panels, repeated; and the codes of one of its panels
+ * with their own of these bits. */
+INLINE i16 i_load_further(const int BITS, const uint8_t *p) {
+    i16 r;
+    const size_t bytes = 16 * (size_t)(BITS - 4);
+    for (size_t at = 0; at < sizeof r.i; at += bytes) memcpy((char *)r.i + at, p, bytes);
+    return r;
+}
+INLINE i16 i_with_further(const int BITS, const int PANEL, i16 codes, i16 further) {
+    const int more = BITS - 4, lanes = 4 * more, mask = (1 << more) - 1;
+    EACH((int32_t)((uint32_t)codes.i[i] |
+                   ((uint32_t)further.i[i] >> (4 * PANEL + i / lanes * more) & (uint32_t)mask * 0x01010101) << 4));
 }
 /* 16 bytes, one in each lane. */
 INLINE i16 i_load_bytes(const uint8_t *p) { EACH(p[i]); }

@@ -15,44 +15,39 @@ static void place(uint8_t *to, size_t column, const uint8_t *values, size_t inde
     memcpy(to + column * size, values + index * size, size);
 }
 
-/* Where the codes of a column are in a step of 4 elements: the places of its first one. */
-struct column_codes {
-    uint8_t *low;        /* its byte, or the half of it that `shift` says */
-    int shift, mask;
-    uint8_t *further[2]; /* of each bit above the fourth the 8 bytes of its panel */
-    size_t further_at;   /* which of their bits */
+/* Where a code is: its byte, or the half of it that `shift` says; and of 5 and 6 bits those above the fourth. */
+struct code_place {
+    uint8_t *low, *further;
+    int shift, mask, further_shift, further_mask;
 };
 
-static struct column_codes column_codes(const struct quantized_format *f, uint8_t *step, size_t column) {
-    size_t panel = column / LANES, lane = column % LANES;
-    if (f->bits == 8) return (struct column_codes){.low = step + panel * 64 + lane * 4, .mask = 255};
+static struct code_place code_place(const struct quantized_format *f, uint8_t *packed, size_t column, size_t element) {
+    uint8_t *step = packed + element / 4 * codes_bytes(f, 4);
+    size_t panel = column / LANES, at = column % LANES * 4 + element % 4;
+    if (f->bits == 8) return (struct code_place){.low = step + panel * 64 + at, .mask = 255};
     uint8_t *pair = step + pair_of_panels(f->bits, panel);
-    return (struct column_codes){
-        .low = pair + lane * 4,
-        .shift = panel % 2 == 1 ? 4 : 0,
-        .mask = 15,
-        .further = {pair + further_bits(4, panel), pair + further_bits(5, panel)},
-        .further_at = lane * 4,
-    };
+    size_t more = f->bits - 4, bytes = 16 * more;
+    struct code_place place = {.low = pair + at, .shift = panel % 2 == 1 ? 4 : 0, .mask = 15};
+    if (more > 0) {
+        place.further = pair + 64 + at % bytes;
+        place.further_shift = (int)(panel % 2 * 4 + at / bytes * more);
+        place.further_mask = (1 << more) - 1;
+    }
+    return place;
 }
 
 static void pack_codes(const struct quantized_format *f, uint8_t *packed, size_t column, const uint8_t *codes) {
     for (size_t i = 0; i < f->group; i++) {
-        struct column_codes to = column_codes(f, packed + i / 4 * codes_bytes(f, 4), column);
-        to.low[i % 4] = (uint8_t)(to.low[i % 4] | (codes[i] & to.mask) << to.shift);
-        for (size_t bit = 4, at = to.further_at + i % 4; bit < f->bits && f->bits < 8; bit++) {
-            uint8_t *byte = to.further[bit - 4] + at / 8;
-            *byte = (uint8_t)(*byte | (codes[i] >> bit & 1) << at % 8);
-        }
+        struct code_place to = code_place(f, packed, column, i);
+        *to.low = (uint8_t)(*to.low | (codes[i] & to.mask) << to.shift);
+        if (to.further != NULL) *to.further = (uint8_t)(*to.further | (codes[i] >> 4 & to.further_mask) << to.further_shift);
     }
 }
 
-static int code_at(const struct quantized_format *f, uint8_t *packed, size_t column, size_t i) {
-    struct column_codes from = column_codes(f, packed + i / 4 * codes_bytes(f, 4), column);
-    int code = from.low[i % 4] >> from.shift & from.mask;
-    for (size_t bit = 4, at = from.further_at + i % 4; bit < f->bits && f->bits < 8; bit++)
-        code |= (from.further[bit - 4][at / 8] >> at % 8 & 1) << bit;
-    return code;
+static int code_at(const struct quantized_format *f, uint8_t *packed, size_t column, size_t element) {
+    struct code_place from = code_place(f, packed, column, element);
+    int code = *from.low >> from.shift & from.mask;
+    return from.further == NULL ? code : code | (*from.further >> from.further_shift & from.further_mask) << 4;
 }
 
 /* Writes the rows of a weight to packed columns, beginning at column first; each 16 rows go spread panels behind the 16 before

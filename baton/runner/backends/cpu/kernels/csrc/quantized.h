@@ -14,7 +14,8 @@
  *     elements of k, in steps of 4 of them:
  *         8 bits: [panel][16][4]
  *         4 bits: [pair of panels][16][4]; the low half of a byte belongs to the pair's first panel, the high half to its second
- *         5 and 6 bits: each pair's 64 bytes are followed by the fifth bits of its two panels, 8 bytes for each, and the sixth ones
+ *         5 and 6 bits: each pair's 64 bytes are followed by the bits above the fourth: those of code i of a panel's 64 are in
+ *         byte i % 16, or i % 32 for 6 bits. The low half of a byte belongs to the first panel, and has the code of least i lowest
  */
 #ifndef BATON_QUANTIZED_H
 #define BATON_QUANTIZED_H
@@ -50,10 +51,8 @@ static inline size_t number_bytes(int32_t number) {
 
 /* Sizes in bytes, for all 64 columns. */
 static inline size_t codes_bytes(const struct quantized_format *f, size_t elements) { return elements * GROUP_COLUMNS * f->bits / 8; }
-/* Where the codes of a pair of panels begin in a step of 4 elements, if they have fewer than 8 bits, and where the bits above the
- * fourth of one of its panels are. */
+/* Where the codes of a pair of panels begin in a step of 4 elements, if they have fewer than 8 bits. */
 static inline size_t pair_of_panels(size_t bits, size_t panel) { return panel / 2 * 16 * bits; }
-static inline size_t further_bits(size_t bit, size_t panel) { return 64 + (bit - 4) * 16 + panel % 2 * 8; }
 static inline size_t scales_bytes(const struct quantized_format *f) {
     return (number_bytes(f->scales) + number_bytes(f->offsets) + (f->has_zeros ? 1 : 0)) * GROUP_COLUMNS;
 }

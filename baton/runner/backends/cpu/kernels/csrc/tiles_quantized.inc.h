@@ -106,12 +106,9 @@ INLINE void load_four(const int BITS, const int NU, const uint8_t *codes, size_t
             w[u] = i_low(both);
             w[u + 1] = i_high(both);
             if (BITS > 4) {
-                w[u] = i_with_bit(w[u], pair + further_bits(4, 0), 16);
-                w[u + 1] = i_with_bit(w[u + 1], pair + further_bits(4, 1), 16);
-            }
-            if (BITS > 5) {
-                w[u] = i_with_bit(w[u], pair + further_bits(5, 0), 32);
-                w[u + 1] = i_with_bit(w[u + 1], pair + further_bits(5, 1), 32);
+                const i16 further = i_load_further(BITS, pair + 64);
+                w[u] = i_with_further(BITS, 0, w[u], further);
+                w[u + 1] = i_with_further(BITS, 1, w[u + 1], further);
             }
         }
     }

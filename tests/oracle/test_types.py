@@ -189,7 +189,6 @@ WITHOUT_OWN_LOOP = {
     *("bailing_hybrid", "falcon_h1", "falcon_mamba", "jamba", "mamba", "zamba2"),  # states
     "mamba2",  # sums in float32
     *("gemma3n_text", "llama4_text"),  # rows of each layer, positions in the attention
-    "gemma4_text+mixture",  # a router beside the MLP
 }
 """Types, or rows, whose layers transformers' loop computes."""
 WITHOUT_PROGRAM = {

@@ -41,7 +41,9 @@ class Routing:
     """Whether the weights are divided by the sum of them and `eps`."""
     eps: float = 0.0
     factor: float = 1.0
-    """What the weights are multiplied with at last."""
+    """What the weights are multiplied with."""
+    expert_factors: torch.Tensor | None = None
+    """float32 [num_experts]: what the weight of each expert is multiplied with at last."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for numbers that don't fit."""
@@ -51,9 +53,10 @@ class Routing:
             )
         if not 1 <= self.most <= self.num_experts // self.groups * self.most_groups:
             raise ValueError(f"{self.most} experts can't be chosen of {self.num_experts}")
-        bias = self.choice_bias
-        if bias is not None and (bias.shape != (self.num_experts,) or bias.dtype != torch.float32):
-            raise ValueError(f"the bias of the choice must be float32 [{self.num_experts}]")
+        of_experts = {"bias of the choice": self.choice_bias, "factors of experts": self.expert_factors}
+        for name, numbers in of_experts.items():
+            if numbers is not None and (numbers.shape != (self.num_experts,) or numbers.dtype != torch.float32):
+                raise ValueError(f"the {name} must be float32 [{self.num_experts}]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,4 +132,7 @@ def choose(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.
         weights = weights.softmax(-1)
     elif routing.normalised:
         weights = weights / (weights.sum(-1, keepdim=True) + routing.eps)
-    return chosen.int().contiguous(), (weights * routing.factor).to(routing.weights_dtype).float()
+    weights = weights * routing.factor
+    if routing.expert_factors is not None:
+        weights = weights * routing.expert_factors[chosen]
+    return chosen.int().contiguous(), weights.to(routing.weights_dtype).float()

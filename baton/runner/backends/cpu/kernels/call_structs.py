@@ -134,7 +134,7 @@ class RoutingScores(IntEnum):
 
 class RouteCall(ctypes.Structure):
     _fields_ = [
-        *_fields(_POINTER, "logits choice_bias chosen weights"),
+        *_fields(_POINTER, "logits choice_bias expert_factors chosen weights"),
         *_fields(_SIZE, "rows experts most logits_stride rows_per_task groups most_groups"),
         *_fields(_INT, "scores groups_by_two normalised"),
         *_fields(_FLOAT, "eps factor"),

@@ -182,13 +182,14 @@ enum routing_scores { SCORES_SOFTMAX, SCORES_SIGMOID, SCORES_SOFTMAX_OF_CHOSEN }
 struct route_call {
     const void *logits;       /* [rows, experts] of the kernel's dtype */
     const float *choice_bias; /* [experts], added to the scores for the choice alone; NULL: nothing is */
+    const float *expert_factors; /* [experts], with which the weights are multiplied behind the factor; NULL: they are not */
     int32_t *chosen;          /* [rows, most] */
     float *weights;           /* [rows, most] */
     size_t rows, experts, most, logits_stride, rows_per_task;
     size_t groups, most_groups;     /* only experts of the most_groups best groups of neighbours are chosen; groups 1: of all */
     int scores;                     /* enum routing_scores */
     int groups_by_two, normalised;  /* a group counts as the sum of its two best experts, otherwise as its best; weights / (sum + eps) */
-    float eps, factor;              /* what the sum of weights is divided with, too; and what they are multiplied with at last */
+    float eps, factor;              /* what the sum of weights is divided with, too; and what they are multiplied with */
     enum dtype weights_dtype;       /* to which they are rounded */
 };
 

@@ -69,7 +69,8 @@ static const struct layout_entry layout[] = {
     FIELD(add_call, rows_per_task), FIELD(add_call, factor),
 
     WHOLE(struct route_call, "route_call"),
-    FIELD(route_call, logits), FIELD(route_call, choice_bias), FIELD(route_call, chosen), FIELD(route_call, weights),
+    FIELD(route_call, logits), FIELD(route_call, choice_bias), FIELD(route_call, expert_factors),
+    FIELD(route_call, chosen), FIELD(route_call, weights),
     FIELD(route_call, rows), FIELD(route_call, experts), FIELD(route_call, most), FIELD(route_call, logits_stride),
     FIELD(route_call, rows_per_task), FIELD(route_call, groups), FIELD(route_call, most_groups), FIELD(route_call, scores),
     FIELD(route_call, groups_by_two), FIELD(route_call, normalised), FIELD(route_call, eps), FIELD(route_call, factor),

@@ -71,6 +71,7 @@ INLINE void route_row(const enum dtype dtype, const struct route_call *call, siz
     const int divides = call->normalised || call->scores == SCORES_SOFTMAX_OF_CHOSEN;
     for (size_t i = 0; i < call->most; i++) {
         weights[i] = (divides ? weights[i] / divisor : weights[i]) * call->factor;
+        if (call->expert_factors != NULL) weights[i] *= call->expert_factors[chosen[i]];
         if (call->weights_dtype == DTYPE_BFLOAT16) {
             uint16_t rounded;
             store_number(DTYPE_BFLOAT16, &rounded, 0, weights[i]);

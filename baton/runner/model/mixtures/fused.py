@@ -36,6 +36,8 @@ class MixtureParts:
     """A layer with one output, with whose sigmoid the shared rows are multiplied."""
     factor: float = 1.0
     """What the experts' sum is multiplied with before the shared rows are added."""
+    result_factor: float = 1.0
+    """What that sum is multiplied with."""
     norm: str | None = None
     """A norm of the result."""
     gives_tuple: bool = False
@@ -77,6 +79,7 @@ class FusedMixture(nn.Module):
             shared = SharedRows(self._mlp(parts.shared).rows(x), None if gate is None else gate.rows(x))
         experts = self.get_submodule(parts.experts)
         out = self._packed_experts.compute(experts, x, chosen, weights, parts.factor, shared)
+        out = out if parts.result_factor == 1.0 else out * parts.result_factor
         return out if parts.norm is None else self._norm(parts.norm).rows(out)
 
     def record(self, program: Program, x: Rows, *, into: str) -> Rows:
@@ -91,8 +94,10 @@ class FusedMixture(nn.Module):
         if parts.shared_gate is not None:
             layer: Any = self.get_submodule(parts.shared_gate)
             gate = layer.products[0].record(program, x, layer.bias, into="shared gate")
-        mixed = into if parts.norm is None else "mixed rows"
+        mixed = into if parts.norm is None and parts.result_factor == 1.0 else "mixed rows"
         out = program.mix_experts(x, chosen, weights, mixture, parts.factor, shared, gate, into=mixed)
+        if parts.result_factor != 1.0:
+            out = program.scale(out, parts.result_factor, into=into if parts.norm is None else out)
         return out if parts.norm is None else self._norm(parts.norm).record(program, out, into=into)
 
     def _mlp(self, name: str) -> FusedMlp | PlainMlp:

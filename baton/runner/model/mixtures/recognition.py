@@ -31,6 +31,8 @@ _NUM_ROWS = 64
 """So many rows are routed: an expert's group that no row of them tells apart is hardly ever chosen otherwise."""
 _SCORES: tuple[Scores, ...] = ("softmax", "sigmoid", "softmax_of_chosen")
 _EPS = (0.0, 1e-6)
+_RESULT_FACTORS = (1.0, 0.5)
+"""What the sum of experts and shared rows may be multiplied with: it may be their average."""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """The largest difference of weights, as a share of a row's largest."""
 _AGREEING = {torch.float32: 1.0, torch.bfloat16: 0.9}
@@ -75,6 +77,7 @@ class _Behind(NamedTuple):
     shared: str | None
     shared_gate: str | None
     factor: float
+    result_factor: float
     norm: str | None
 
 
@@ -303,15 +306,17 @@ def _behind(child: nn.Module, x: torch.Tensor, experts: torch.Tensor, out: torch
         name for name, part in children.items() if isinstance(part, nn.Linear) and part.out_features == 1
     ]
     norms: list[str | None] = [name for name, part in children.items() if isinstance(part, FusedNorm)]
-    for shared, gate, norm, factor in product(mlps or [None], gates or [None], norms or [None], _factors(child)):
+    parts, factors = (mlps or [None], gates or [None], norms or [None]), (_factors(child), _RESULT_FACTORS)
+    for shared, gate, norm, factor, of_result in product(*parts, *factors):
         rows = experts.view(x.shape) * factor
         if shared is not None:
             added = children[shared](x)
             if gate is not None:
                 added = added * torch.sigmoid(children[gate](x))
             rows = rows + added
+        rows = rows * of_result
         if norm is not None:
             rows = children[norm](rows)
         if agree(out, rows):
-            return _Behind(shared, gate, factor, norm)
+            return _Behind(shared, gate, factor, of_result, norm)
     return None

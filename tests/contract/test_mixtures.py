@@ -32,6 +32,7 @@ ROUTINGS = {
         eps=1e-6,
         factor=2.5,
     ),
+    "of those near": Routing(EXPERTS, MOST, "softmax_of_near", torch.float32, near=0.5),
     "with factors of experts": Routing(
         *(EXPERTS, MOST, "softmax", torch.float32), normalised=True, expert_factors=randn(EXPERTS, seed=8)
     ),

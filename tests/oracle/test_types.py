@@ -194,7 +194,7 @@ WITHOUT_OWN_LOOP = {
 WITHOUT_PROGRAM = {
     *WITHOUT_OWN_LOOP,
     "apertus",  # its activation
-    *("nemotron_h", "phimoe"),  # mixtures of narrow rows, or routed otherwise
+    "nemotron_h",  # mixtures of narrow rows
     *("deepseek_v32", "glm_moe_dsa"),  # selected keys
     # Rows that are narrower here than a packed weight.
     *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "youtu"),

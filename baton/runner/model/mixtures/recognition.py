@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -25,11 +25,11 @@ from baton.runner.model.fused.rows import FusedMlp, FusedNorm, PlainMlp
 from baton.runner.model.mixtures.fused import FusedMixture, MixtureParts
 from baton.runner.model.mixtures.router import FusedRouter, RouterParts
 from baton.runner.model.stored.layers import forget_weights
-from baton.runner.model.stored.plan import is_experts
+from baton.runner.model.stored.plan import is_experts, is_linear
 
 _NUM_ROWS = 64
 """So many rows are routed: an expert's group that no row of them tells apart is hardly ever chosen otherwise."""
-_SCORES: tuple[Scores, ...] = ("softmax", "sigmoid", "softmax_of_chosen")
+_SCORES = get_args(Scores)
 _EPS = (0.0, 1e-6)
 _RESULT_FACTORS = (1.0, 0.5)
 """What the sum of experts and shared rows may be multiplied with: it may be their average."""
@@ -143,7 +143,7 @@ class _RouterCall(NamedTuple):
 def _router_parts_of(child: nn.Module, operations: Operations, dtype: torch.dtype) -> RouterParts | None:
     """What a part of a layer computes, if it is a router whose product is a layer of its own."""
     routers = [] if is_experts(child) else list(_routers_of(child, None))
-    if len(routers) != 1 or not isinstance(child.get_submodule(routers[0].path), nn.Linear) or not routers[0].path:
+    if len(routers) != 1 or not routers[0].path or not is_linear(child.get_submodule(routers[0].path)):
         return None
     router, generator = routers[0], torch.Generator().manual_seed(0)
     rows = torch.randn(_NUM_ROWS, router.weight.shape[1], dtype=torch.float32, generator=generator)
@@ -264,6 +264,10 @@ def _choices(child: nn.Module, router: _Router, num_experts: int, seen: _Seen) -
 
 def _weightings(child: nn.Module, router: _Router, choice: Routing) -> Iterator[Routing]:
     """Candidates that choose the same experts, with other weights."""
+    if choice.scores == "softmax_of_near":
+        # Twice a small number of the model: if all logits were near, it would be softmax.
+        yield from (replace(choice, near=2 * number) for number in _factors(child) if number < 0.5)
+        return
     factors = [None, *_vectors(child, router, choice.num_experts)]
     for normalised, factor, of_experts in product((False, True), _factors(child), factors):
         for eps in _EPS if normalised else (0.0,):
@@ -280,7 +284,7 @@ def _vectors(child: nn.Module, router: _Router, num_experts: int) -> Iterator[to
 
 def _attributes(child: nn.Module) -> Iterator[tuple[str, Any]]:
     for part in child.modules():
-        if not isinstance(part, FusedMlp | PlainMlp | nn.Linear):
+        if not isinstance(part, FusedMlp | PlainMlp) and not is_linear(part):
             yield from ((name, value) for name, value in vars(part).items() if not name.startswith("_"))
 
 

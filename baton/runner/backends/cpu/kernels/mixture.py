@@ -162,6 +162,7 @@ def route_structure(num_logits: int, routing: Routing) -> RouteCall:
         normalised=routing.normalised,
         eps=routing.eps,
         factor=routing.factor,
+        near=routing.near,
         weights_dtype=DTYPES[routing.weights_dtype],
     )
 

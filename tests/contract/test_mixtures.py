@@ -32,6 +32,10 @@ ROUTINGS = {
         eps=1e-6,
         factor=2.5,
     ),
+    "of those near": Routing(EXPERTS, MOST, "softmax_of_near", torch.float32, near=0.5),
+    "with factors of experts": Routing(
+        *(EXPERTS, MOST, "softmax", torch.float32), normalised=True, expert_factors=randn(EXPERTS, seed=8)
+    ),
     "softmax in groups": Routing(EXPERTS, MOST, "softmax", torch.float32, groups=4, most_groups=2),
 }
 
@@ -166,6 +170,11 @@ def test_what_does_not_fit_is_refused() -> None:
         operations.sum_experts(x, chosen + 3, weights)
     with pytest.raises(KernelArgumentError, match="not of 24"):
         operations.route(x, ROUTINGS["softmax"])
-    for wrong in ({"most": 13, "most_groups": 1}, {"groups": 5}, {"choice_bias": randn(3)}):
+    for wrong in (
+        {"most": 13, "most_groups": 1},
+        {"groups": 5},
+        {"choice_bias": randn(3)},
+        {"expert_factors": randn(3)},
+    ):
         with pytest.raises(ValueError, match=r"experts|bias"):
             replace(ROUTINGS["sigmoid in groups"], **wrong)

@@ -20,8 +20,10 @@ from baton.runner.model.random_model import write_random_model
 from baton.runner.spec import TorchSpec
 from tests.oracle.test_token_exact import BLOCK_SIZE, make_engine, make_prompts, run_all
 from tests.support.adapter_files import lora_tensors, write_adapter
+from tests.support.layer_number_models import GEMMA4_MODELS
 from tests.support.peft_adapters import generate_with_peft, write_peft_adapter
 from tests.support.tiny_models import TINY_MODELS
+from tests.support.varied_models import write_varied_model
 
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 BOTH: Mapping[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": [], "target_parameters": [DOWN, GATE_UP]}
@@ -76,6 +78,15 @@ def test_greedy_tokens_equal_those_of_peft(tmp_path: Path, name: str) -> None:
     )
     write_peft_adapter(base, tmp_path / "down", seed=3, **{**BOTH, "target_parameters": ["experts.down_proj"]})
     assert_tokens_are_those_of_peft(base, [tmp_path / "experts", tmp_path / "more", tmp_path / "down"])
+
+
+def test_adapters_of_a_router_beside_its_experts_equal_those_of_peft(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    write_varied_model(base, GEMMA4_MODELS["mixture"], seed=5)
+    experts = ["experts.gate_up_proj", "experts.down_proj"]
+    write_peft_adapter(base, tmp_path / "experts", seed=1, **{**BOTH, "target_parameters": experts})
+    write_peft_adapter(base, tmp_path / "router", seed=2, r=4, lora_alpha=8, target_modules=["proj"])
+    assert_tokens_are_those_of_peft(base, [tmp_path / "experts", tmp_path / "router"])
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])

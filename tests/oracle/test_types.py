@@ -189,13 +189,12 @@ WITHOUT_OWN_LOOP = {
     *("bailing_hybrid", "falcon_h1", "falcon_mamba", "jamba", "mamba", "zamba2"),  # states
     "mamba2",  # sums in float32
     *("gemma3n_text", "llama4_text"),  # rows of each layer, positions in the attention
-    "gemma4_text+mixture",  # a router beside the MLP
 }
 """Types, or rows, whose layers transformers' loop computes."""
 WITHOUT_PROGRAM = {
     *WITHOUT_OWN_LOOP,
     "apertus",  # its activation
-    *("cohere2_moe", "nemotron_h", "phimoe"),  # mixtures that are averaged, of narrow rows, or routed otherwise
+    "nemotron_h",  # mixtures of narrow rows
     *("deepseek_v32", "glm_moe_dsa"),  # selected keys
     # Rows that are narrower here than a packed weight.
     *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "youtu"),

@@ -15,8 +15,9 @@ from torch.nn import functional
 
 _COLUMNS = 64
 """torch computes multiples of so many numbers in one way."""
-Scores = Literal["softmax", "sigmoid", "softmax_of_chosen"]
-"""The last one: the logits are the scores, and the weights are the softmax of the chosen ones."""
+Scores = Literal["softmax", "sigmoid", "softmax_of_chosen", "softmax_of_near"]
+"""Of the last two the logits are the scores. The weights are the softmax of the chosen ones; or each is an expert's
+share in the softmax of those that are near it, without those chosen before it (SparseMixer, arXiv 2409.12136)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +42,11 @@ class Routing:
     """Whether the weights are divided by the sum of them and `eps`."""
     eps: float = 0.0
     factor: float = 1.0
-    """What the weights are multiplied with at last."""
+    """What the weights are multiplied with."""
+    near: float = 0.0
+    """Of softmax_of_near: the largest (best - logit) / max(|logit|, best) of a logit that is near the best one."""
+    expert_factors: torch.Tensor | None = None
+    """float32 [num_experts]: what the weight of each expert is multiplied with at last."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for numbers that don't fit."""
@@ -51,9 +56,10 @@ class Routing:
             )
         if not 1 <= self.most <= self.num_experts // self.groups * self.most_groups:
             raise ValueError(f"{self.most} experts can't be chosen of {self.num_experts}")
-        bias = self.choice_bias
-        if bias is not None and (bias.shape != (self.num_experts,) or bias.dtype != torch.float32):
-            raise ValueError(f"the bias of the choice must be float32 [{self.num_experts}]")
+        of_experts = {"bias of the choice": self.choice_bias, "factors of experts": self.expert_factors}
+        for name, numbers in of_experts.items():
+            if numbers is not None and (numbers.shape != (self.num_experts,) or numbers.dtype != torch.float32):
+                raise ValueError(f"the {name} must be float32 [{self.num_experts}]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +115,18 @@ def sum_of_experts(
     return out + shared.rows * shared.gate.expand(-1, _COLUMNS).sigmoid()[:, :1]
 
 
+def _shares_of_near(logits: torch.Tensor, chosen: torch.Tensor, near: float) -> torch.Tensor:
+    """The weights [T, most] of chosen experts, each in the softmax of those left that are near it."""
+    shares, left = [], logits
+    for place in range(chosen.shape[1]):
+        expert = chosen[:, place : place + 1]
+        best = logits.gather(1, expert)
+        is_far = (best - logits) / torch.maximum(logits.abs(), best) > near
+        shares.append(left.masked_fill(is_far, float("-inf")).softmax(-1).gather(1, expert))
+        left = left.scatter(1, expert, float("-inf"))
+    return torch.cat(shares, dim=-1)
+
+
 def choose(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
     """What `Operations.route` computes, by torch."""
     wide = logits.float()
@@ -124,9 +142,15 @@ def choose(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.
         allowed = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(1, best, True)
         for_choice = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).view(wide.shape)
     chosen = for_choice.sort(dim=-1, descending=True, stable=True).indices[:, : routing.most]
-    weights = scores.gather(1, chosen)
+    if routing.scores == "softmax_of_near":
+        weights = _shares_of_near(scores, chosen, routing.near)
+    else:
+        weights = scores.gather(1, chosen)
     if routing.scores == "softmax_of_chosen":
         weights = weights.softmax(-1)
     elif routing.normalised:
         weights = weights / (weights.sum(-1, keepdim=True) + routing.eps)
-    return chosen.int().contiguous(), (weights * routing.factor).to(routing.weights_dtype).float()
+    weights = weights * routing.factor
+    if routing.expert_factors is not None:
+        weights = weights * routing.expert_factors[chosen]
+    return chosen.int().contiguous(), weights.to(routing.weights_dtype).float()

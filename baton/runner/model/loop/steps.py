@@ -22,9 +22,10 @@ from baton.runner.model.attention import PagedAttention
 from baton.runner.model.fused.rows import FusedActivation, FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp
 from baton.runner.model.layers import PackedLinear
 from baton.runner.model.mixtures.fused import FusedMixture
+from baton.runner.model.mixtures.router import RoutedExperts
 
 FUSED_NORMS = (FusedNorm, FusedLayerNorm)
-FUSED_PARTS = (FusedMlp, PlainMlp, FusedMixture, PackedLinear, FusedActivation)
+FUSED_PARTS = (FusedMlp, PlainMlp, FusedMixture, RoutedExperts, PackedLinear, FusedActivation)
 """Parts that aren't norms and compute each row alone, by Baton's operations."""
 
 
@@ -104,10 +105,12 @@ class Call:
     gives: int
     angles: int | None = None
     """The kind of the angles that a mixer or a reader takes; None: it takes none."""
+    routed_by: int | None = None
+    """The rows by which RoutedExperts choose experts; None: another part."""
 
     @property
     def operands(self) -> tuple[int, ...]:
-        return (self.given,)
+        return (self.given,) if self.routed_by is None else (self.given, self.routed_by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,12 +270,12 @@ class _PartOperation:
         self._drops = drops
         self._row_quantum = row_quantum
         part: Any = call.part
-        self._rows: Callable[[torch.Tensor], torch.Tensor] = self._by_torch
+        self._rows: Callable[..., torch.Tensor] = self._by_torch
         if isinstance(part, FUSED_NORMS + FUSED_PARTS):
             self._rows = part.rows
 
     def run(self, step: StepRows) -> None:
-        step.rows[self._call.gives] = self._rows(step.rows[self._call.given])
+        step.rows[self._call.gives] = self._rows(*(step.rows[number] for number in self._call.operands))
         _forget(step, self._drops)
 
     def _by_torch(self, x: torch.Tensor) -> torch.Tensor:
@@ -292,7 +295,7 @@ class _PartOperation:
             rows = part.record(recorded.program, x, into=recorded.for_activation(call.gives))
         elif isinstance(part, FUSED_PARTS):
             name = recorded.for_product(call.gives, alone=isinstance(part, PackedLinear))
-            rows = part.record(recorded.program, x, into=name)
+            rows = part.record(recorded.program, *(recorded.rows[number] for number in call.operands), into=name)
         else:
             raise KernelArgumentError("part", f"is a {type(part).__name__}, which torch computes")
         recorded.rows[call.gives] = rows

@@ -37,7 +37,9 @@ from baton.runner.model.loop.steps import (
     Sum,
     TimesInput,
 )
+from baton.runner.model.mixtures.router import FusedRouter, RoutedExperts
 from baton.runner.model.stage import OtherLayer, ReceivedRows, layers_of
+from baton.runner.model.stored.plan import is_experts
 
 _FEW = 2
 """So many rows of a sum are compared before all are."""
@@ -90,6 +92,15 @@ class _Rotation(NamedTuple):
     given: Any
 
 
+class _Choice(NamedTuple):
+    """What a call of a router gave."""
+
+    router: FusedRouter
+    source: int
+    """The number of the rows that it took."""
+    given: tuple[torch.Tensor | None, ...]
+
+
 class LoopTrace:
     """The steps of a module's loop over its layers, once it has been called while it is `watched`."""
 
@@ -124,6 +135,8 @@ class LoopTrace:
         self._rotations: list[_Rotation] = []
         self._by_position: list[tuple[PositionRows, torch.Tensor]] = []
         """Parts that give rows of positions, and what they gave."""
+        self._choice: _Choice | None = None
+        """What the last router gave that is a part of its own."""
         self._inputs: torch.Tensor | None = None
         """The layers' inputs [T, L * N] of the call that is watched."""
         self._num_mixed = 0
@@ -241,6 +254,9 @@ class LoopTrace:
         if self._is_asking:
             return
         given, gives = _tensors(args, kwargs), _rows_of(out)
+        if isinstance(part, FusedRouter):
+            self._choice = _Choice(part, self._explained(given[0], f"{name} takes"), out)
+            return
         num_given = sum(value is not None for value in (*args, *kwargs.values()))
         if not given or gives is None:
             raise NotAPlainDecoder(f"{name} takes or gives no rows")
@@ -248,6 +264,11 @@ class LoopTrace:
             return  # dropout, which leaves rows as they are
         if gives.dtype != self.dtype:
             raise NotAPlainDecoder(f"{name} gives {gives.dtype}, and the embedding {self.dtype}")
+        if is_experts(part) and self._choice is not None and _takes_choice(given, self._choice):
+            source = self._explained(given[0], f"{name} takes")
+            routed = RoutedExperts(self._choice.router, part)
+            self.steps.append(Call(routed, source, self._add(gives), routed_by=self._choice.source))
+            return
         is_mixer = isinstance(part, Mixer | Reader)
         if not is_mixer and self._num_seen > self._num_mixed:
             raise NotAPlainDecoder(f"{name} is a {type(part).__name__}, no FusedAttention")
@@ -416,6 +437,12 @@ def _own_factor(layer: nn.Module) -> float:
 
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+
+
+def _takes_choice(given: Sequence[torch.Tensor], choice: _Choice) -> bool:
+    """Whether experts are given rows, and exactly which experts a router has chosen and their weights."""
+    _, *others = given
+    return len(others) == 2 and all(any(value is own for own in choice.given) for value in others)
 
 
 def _rows_of(out: Any) -> torch.Tensor | None:

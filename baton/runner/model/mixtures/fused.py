@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from baton.runner.adapters.adaptable import AdaptableProduct
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.programs.program import Program
@@ -18,6 +17,7 @@ from baton.runner.backends.operations import Operations
 from baton.runner.backends.routing import Routing, SharedRows
 from baton.runner.model.fused.rows import FusedMlp, FusedNorm, PlainMlp
 from baton.runner.model.mixtures.experts import PackedExperts
+from baton.runner.model.mixtures.router import RoutingProduct
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +36,12 @@ class MixtureParts:
     """A layer with one output, with whose sigmoid the shared rows are multiplied."""
     factor: float = 1.0
     """What the experts' sum is multiplied with before the shared rows are added."""
+    result_factor: float = 1.0
+    """What that sum is multiplied with."""
     norm: str | None = None
     """A norm of the result."""
     gives_tuple: bool = False
     """Whether the module gives more than rows, which nobody reads."""
-
-
-class RouterProduct(NamedTuple):
-    """The product that gives a router's logits."""
-
-    adaptable: AdaptableProduct
-    packed: Any
-    """Its weight in the dtype of the logits."""
-    bias: torch.Tensor | None
 
 
 class FusedMixture(nn.Module):
@@ -58,17 +51,8 @@ class FusedMixture(nn.Module):
         super().__init__()
         for name, child in children.items():
             self.add_module(name, child)
-        self._operations = operations
         self.parts = parts
-        self._product: RouterProduct | None = None
-
-    @property
-    def _router(self) -> RouterProduct:
-        """The router's product, whose weight is packed when all products are, after this was made."""
-        if self._product is None:
-            part, dtype = self.get_submodule(self.parts.router), self.parts.logits_dtype
-            self._product = _product_in(part, dtype)
-        return self._product
+        self._router = RoutingProduct(operations, self, parts.router, parts.routing, parts.logits_dtype)
 
     @property
     def _packed_experts(self) -> PackedExperts:
@@ -78,7 +62,7 @@ class FusedMixture(nn.Module):
     @property
     def is_adapted(self) -> bool:
         """Whether an adapter of the step's rows changes what programs compute without adapters."""
-        return self._router.adaptable.is_adapted or self._packed_experts.is_adapted
+        return self._router.is_adapted or self._packed_experts.is_adapted
 
     @property
     def most_recorded_rows(self) -> int:
@@ -87,33 +71,33 @@ class FusedMixture(nn.Module):
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, K], contiguous, to [T, K]."""
-        parts, router = self.parts, self._router
-        logits = router.adaptable.linear(x.to(parts.logits_dtype), router.bias, packed=router.packed)
-        chosen, weights = self._operations.route(logits, parts.routing)
+        parts = self.parts
+        chosen, weights = self._router.choose(x)
         shared = None
         if parts.shared is not None:
             gate: Any = None if parts.shared_gate is None else self.get_submodule(parts.shared_gate)
             shared = SharedRows(self._mlp(parts.shared).rows(x), None if gate is None else gate.rows(x))
         experts = self.get_submodule(parts.experts)
         out = self._packed_experts.compute(experts, x, chosen, weights, parts.factor, shared)
+        out = out if parts.result_factor == 1.0 else out * parts.result_factor
         return out if parts.norm is None else self._norm(parts.norm).rows(out)
 
     def record(self, program: Program, x: Rows, *, into: str) -> Rows:
         """Append to a program what `rows` computes. Raises KernelArgumentError for what programs can't."""
-        parts, router, mixture = self.parts, self._router, self._packed_experts.mixture
+        parts, mixture = self.parts, self._packed_experts.mixture
         if mixture is None:
             raise KernelArgumentError("x", "goes through experts that are multiplied one by one")
-        wide = x if parts.logits_dtype == x.dtype else program.widened(x, into="wide rows")
-        logits = program.linear(wide, router.packed, router.bias, into="logits of experts")
-        chosen, weights = program.route(logits, parts.routing, into="routed")
+        chosen, weights = self._router.record(program, x)
         shared = gate = None
         if parts.shared is not None:
             shared = self._mlp(parts.shared).record(program, x, into="shared rows")
         if parts.shared_gate is not None:
             layer: Any = self.get_submodule(parts.shared_gate)
             gate = layer.products[0].record(program, x, layer.bias, into="shared gate")
-        mixed = into if parts.norm is None else "mixed rows"
+        mixed = into if parts.norm is None and parts.result_factor == 1.0 else "mixed rows"
         out = program.mix_experts(x, chosen, weights, mixture, parts.factor, shared, gate, into=mixed)
+        if parts.result_factor != 1.0:
+            out = program.scale(out, parts.result_factor, into=into if parts.norm is None else out)
         return out if parts.norm is None else self._norm(parts.norm).record(program, out, into=into)
 
     def _mlp(self, name: str) -> FusedMlp | PlainMlp:
@@ -129,11 +113,3 @@ class FusedMixture(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         out = self.rows(x.reshape(-1, x.shape[-1]).contiguous()).view(x.shape)
         return (out, None) if self.parts.gives_tuple else out
-
-
-def _product_in(part: Any, dtype: torch.dtype) -> RouterProduct:
-    """The product of a router whose weight is packed (layers.py): it is a layer, or multiplies a weight itself."""
-    bias = getattr(part, "bias", None)
-    bias = None if bias is None else bias.detach().to(dtype)
-    adaptable, packed = part.product_in(dtype)
-    return RouterProduct(adaptable, packed, bias)

@@ -2,7 +2,8 @@
 
 A mixture is called with random rows, and experts that only remember what they are given. What its router has chosen is
 compared with candidates of what routers compute; the one that agrees best replaces it, if it agrees within rounding.
-Names only suggest candidates. A mixture that no candidate explains stays, and torch computes its router.
+Names only suggest candidates. A mixture that no candidate explains stays, and torch computes its router. A router that
+a layer calls itself, beside experts, is recognised in the same way by what it gives.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -19,15 +20,19 @@ from torch.nn import functional
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.routing import Routing, Scores, choose
 from baton.runner.model.comparison import agree, children_of
+from baton.runner.model.fused.attention import CalledAsAttention
 from baton.runner.model.fused.rows import FusedMlp, FusedNorm, PlainMlp
 from baton.runner.model.mixtures.fused import FusedMixture, MixtureParts
+from baton.runner.model.mixtures.router import FusedRouter, RouterParts
 from baton.runner.model.stored.layers import forget_weights
-from baton.runner.model.stored.plan import is_experts
+from baton.runner.model.stored.plan import is_experts, is_linear
 
 _NUM_ROWS = 64
 """So many rows are routed: an expert's group that no row of them tells apart is hardly ever chosen otherwise."""
-_SCORES: tuple[Scores, ...] = ("softmax", "sigmoid", "softmax_of_chosen")
+_SCORES = get_args(Scores)
 _EPS = (0.0, 1e-6)
+_RESULT_FACTORS = (1.0, 0.5)
+"""What the sum of experts and shared rows may be multiplied with: it may be their average."""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """The largest difference of weights, as a share of a row's largest."""
 _AGREEING = {torch.float32: 1.0, torch.bfloat16: 0.9}
@@ -72,6 +77,7 @@ class _Behind(NamedTuple):
     shared: str | None
     shared_gate: str | None
     factor: float
+    result_factor: float
     norm: str | None
 
 
@@ -82,10 +88,15 @@ def fuse_mixtures(module: nn.Module, operations: Operations, dtype: torch.dtype)
     """
     with torch.inference_mode():
         for parent, name, child in children_of(module):
-            parts = _parts_of(child, dtype)
+            parts, router = _parts_of(child, dtype), None
+            is_of_layer = any(isinstance(part, CalledAsAttention) for part in parent.children())
+            if parts is None and is_of_layer and any(is_experts(part) for part in parent.children()):
+                router = _router_parts_of(child, operations, dtype)
             forget_weights(child)
             if parts is not None:
                 setattr(parent, name, FusedMixture(operations, dict(child.named_children()), parts))
+            elif router is not None:
+                setattr(parent, name, FusedRouter(operations, dict(child.named_children()), router))
 
 
 def _parts_of(child: nn.Module, dtype: torch.dtype) -> MixtureParts | None:
@@ -121,7 +132,80 @@ def _parts_of(child: nn.Module, dtype: torch.dtype) -> MixtureParts | None:
     return MixtureParts(routers[0].path, experts[0], *found, **behind._asdict(), gives_tuple=gives_tuple)
 
 
-def _routers_of(child: nn.Module, experts: str) -> Iterator[_Router]:
+class _RouterCall(NamedTuple):
+    """What a router that is a part of its own was seen to compute."""
+
+    multiplied: torch.Tensor
+    """The rows [T, K] that its product was given."""
+    given: tuple[Any, ...]
+
+
+def _router_parts_of(child: nn.Module, operations: Operations, dtype: torch.dtype) -> RouterParts | None:
+    """What a part of a layer computes, if it is a router whose product is a layer of its own."""
+    routers = [] if is_experts(child) else list(_routers_of(child, None))
+    if len(routers) != 1 or not routers[0].path or not is_linear(child.get_submodule(routers[0].path)):
+        return None
+    router, generator = routers[0], torch.Generator().manual_seed(0)
+    rows = torch.randn(_NUM_ROWS, router.weight.shape[1], dtype=torch.float32, generator=generator)
+    x = rows.to(router.weight.device, dtype)
+    # Small, medium and large rows for the norm: the small ones show where eps is added.
+    sizes = torch.tensor([1e-3, 1e-2, 1.0, 3.0]).repeat(_NUM_ROWS // 4)[:, None]
+    of_norm = (rows * sizes).to(x)
+    try:
+        seen, seen_of_norm = _called(child, router, x), _called(child, router, of_norm)
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError):
+        return None  # it takes more than rows
+    if seen is None or seen_of_norm is None:
+        return None
+    before = next(
+        (
+            (norm, factor)
+            for norm, factor in product(_norms(child, router, operations, dtype), _factors(child))
+            if agree(seen_of_norm.multiplied, (of_norm if norm is None else norm.rows(of_norm)) * factor)
+        ),
+        None,
+    )
+    if before is None:
+        return None
+    at = [(place, out) for place, out in enumerate(seen.given) if isinstance(out, torch.Tensor) and out.ndim == 2]
+    for (chosen_at, chosen), (weights_at, weights) in product(at, at):
+        if chosen.is_floating_point() or not weights.is_floating_point() or chosen.shape != weights.shape:
+            continue
+        found = _routing(child, router, seen.multiplied, _Seen(chosen, weights))
+        if found is not None:
+            return RouterParts(router.path, *found, *before, len(seen.given), chosen_at, weights_at)
+    return None
+
+
+def _called(child: nn.Module, router: _Router, x: torch.Tensor) -> _RouterCall | None:
+    """A call of a router with rows x [T, K]; None if it gives one thing, or multiplies other rows than these once."""
+    multiplied: list[torch.Tensor] = []
+
+    def keep(_layer: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        multiplied.append(given[0])
+
+    handle = child.get_submodule(router.path).register_forward_pre_hook(keep)
+    try:
+        given = child(x)
+    finally:
+        handle.remove()
+    if not isinstance(given, tuple) or len(multiplied) != 1 or multiplied[0].shape != x.shape:
+        return None
+    return _RouterCall(multiplied[0], given)
+
+
+def _norms(child: nn.Module, router: _Router, operations: Operations, dtype: torch.dtype) -> Iterator[FusedNorm | None]:
+    """Norms that a router may compute of its rows; None: of no norm."""
+    yield None
+    width = router.weight.shape[1]
+    own = [values.detach() for _, values in (*child.named_parameters(), *child.named_buffers())]
+    ones = torch.ones(width, dtype=dtype, device=router.weight.device)
+    weights = [ones, *(values.to(dtype) for values in own if values.shape == (width,))]
+    for weight, eps in product(weights, _factors(child)):
+        yield FusedNorm(operations, weight, eps, plus_one=False)
+
+
+def _routers_of(child: nn.Module, experts: str | None) -> Iterator[_Router]:
     """The modules beside experts and MLPs that have a weight of two dimensions, for more than one output."""
     skipped: list[str] = []
     for path, part in child.named_modules():
@@ -145,7 +229,7 @@ def _routing(child: nn.Module, router: _Router, x: torch.Tensor, seen: _Seen) ->
             is_same = (_dense(chosen, torch.ones_like(seen.weights), num_experts) == (expected != 0)).all(1)
             if is_same.float().mean() < _AGREEING[x.dtype]:
                 continue
-            for routing in _weightings(child, choice):
+            for routing in _weightings(child, router, choice):
                 difference = (_dense(*choose(logits, routing), num_experts) - expected).abs().amax(1)
                 is_near = difference <= _TOLERANCE[x.dtype] * expected.abs().amax(1)
                 error = float(difference.mean())
@@ -178,15 +262,21 @@ def _choices(child: nn.Module, router: _Router, num_experts: int, seen: _Seen) -
         )
 
 
-def _weightings(child: nn.Module, choice: Routing) -> Iterator[Routing]:
+def _weightings(child: nn.Module, router: _Router, choice: Routing) -> Iterator[Routing]:
     """Candidates that choose the same experts, with other weights."""
-    for normalised, factor in product((False, True), _factors(child)):
+    if choice.scores == "softmax_of_near":
+        # Twice a small number of the model: if all logits were near, it would be softmax.
+        yield from (replace(choice, near=2 * number) for number in _factors(child) if number < 0.5)
+        return
+    factors = [None, *_vectors(child, router, choice.num_experts)]
+    for normalised, factor, of_experts in product((False, True), _factors(child), factors):
         for eps in _EPS if normalised else (0.0,):
-            yield replace(choice, normalised=normalised, eps=eps, factor=factor)
+            yield replace(choice, normalised=normalised, eps=eps, factor=factor, expert_factors=of_experts)
 
 
 def _vectors(child: nn.Module, router: _Router, num_experts: int) -> Iterator[torch.Tensor]:
-    """What may be added to scores for the choice alone: numbers for each expert that aren't part of the logits."""
+    """Numbers for each expert that aren't part of the logits: what may be added to scores for the choice alone, or what
+    weights may be multiplied with."""
     for path, values in (*child.named_parameters(), *child.named_buffers()):
         if values.numel() == num_experts and path != f"{router.path}.bias":
             yield values.detach().flatten().float()
@@ -194,7 +284,7 @@ def _vectors(child: nn.Module, router: _Router, num_experts: int) -> Iterator[to
 
 def _attributes(child: nn.Module) -> Iterator[tuple[str, Any]]:
     for part in child.modules():
-        if not isinstance(part, FusedMlp | PlainMlp | nn.Linear):
+        if not isinstance(part, FusedMlp | PlainMlp) and not is_linear(part):
             yield from ((name, value) for name, value in vars(part).items() if not name.startswith("_"))
 
 
@@ -220,15 +310,17 @@ def _behind(child: nn.Module, x: torch.Tensor, experts: torch.Tensor, out: torch
         name for name, part in children.items() if isinstance(part, nn.Linear) and part.out_features == 1
     ]
     norms: list[str | None] = [name for name, part in children.items() if isinstance(part, FusedNorm)]
-    for shared, gate, norm, factor in product(mlps or [None], gates or [None], norms or [None], _factors(child)):
+    parts, factors = (mlps or [None], gates or [None], norms or [None]), (_factors(child), _RESULT_FACTORS)
+    for shared, gate, norm, factor, of_result in product(*parts, *factors):
         rows = experts.view(x.shape) * factor
         if shared is not None:
             added = children[shared](x)
             if gate is not None:
                 added = added * torch.sigmoid(children[gate](x))
             rows = rows + added
+        rows = rows * of_result
         if norm is not None:
             rows = children[norm](rows)
         if agree(out, rows):
-            return _Behind(shared, gate, factor, norm)
+            return _Behind(shared, gate, factor, of_result, norm)
     return None

@@ -130,14 +130,15 @@ class RoutingScores(IntEnum):
     SOFTMAX = 0
     SIGMOID = 1
     SOFTMAX_OF_CHOSEN = 2
+    SOFTMAX_OF_NEAR = 3
 
 
 class RouteCall(ctypes.Structure):
     _fields_ = [
-        *_fields(_POINTER, "logits choice_bias chosen weights"),
+        *_fields(_POINTER, "logits choice_bias expert_factors chosen weights"),
         *_fields(_SIZE, "rows experts most logits_stride rows_per_task groups most_groups"),
         *_fields(_INT, "scores groups_by_two normalised"),
-        *_fields(_FLOAT, "eps factor"),
+        *_fields(_FLOAT, "eps factor near"),
         ("weights_dtype", _INT),
     ]
 

@@ -148,9 +148,10 @@ def route_structure(num_logits: int, routing: Routing) -> RouteCall:
     """The kernel's arguments, without those of a step. Raises KernelArgumentError for another number of experts."""
     if num_logits != routing.num_experts:
         raise KernelArgumentError("logits", f"are of {num_logits} experts, not of {routing.num_experts}")
-    bias = routing.choice_bias
+    bias, factors = routing.choice_bias, routing.expert_factors
     return RouteCall(
         choice_bias=None if bias is None else bias.data_ptr(),
+        expert_factors=None if factors is None else factors.data_ptr(),
         experts=routing.num_experts,
         most=routing.most,
         logits_stride=num_logits,
@@ -161,6 +162,7 @@ def route_structure(num_logits: int, routing: Routing) -> RouteCall:
         normalised=routing.normalised,
         eps=routing.eps,
         factor=routing.factor,
+        near=routing.near,
         weights_dtype=DTYPES[routing.weights_dtype],
     )
 

@@ -163,7 +163,7 @@ struct work route_work(struct route_call *call, const struct isa *isa, enum dtyp
     struct work work = {.function = isa->route[dtype], .job = call};
     call->rows_per_task = worthwhile(call->experts * (call->most + 1));
     work.n_tasks = (call->rows + call->rows_per_task - 1) / call->rows_per_task;
-    work.scratch_bytes = (2 * padded_lanes(call->experts) + padded_lanes(call->most) + call->groups) * sizeof(float) + call->experts + call->groups;
+    work.scratch_bytes = (3 * padded_lanes(call->experts) + padded_lanes(call->most) + call->groups) * sizeof(float) + call->experts + call->groups;
     return work;
 }
 

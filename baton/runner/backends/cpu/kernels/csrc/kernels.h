@@ -178,17 +178,20 @@ struct multiply_call {
 };
 
 /* How a router chooses the experts of each row, the best first, from scores that are functions of the row's logits. */
-enum routing_scores { SCORES_SOFTMAX, SCORES_SIGMOID, SCORES_SOFTMAX_OF_CHOSEN }; /* the last one: the logits; weights are softmax */
+/* The last two: the logits. Weights are the softmax of the chosen ones; or each of them that of those left that are near it. */
+enum routing_scores { SCORES_SOFTMAX, SCORES_SIGMOID, SCORES_SOFTMAX_OF_CHOSEN, SCORES_SOFTMAX_OF_NEAR };
 struct route_call {
     const void *logits;       /* [rows, experts] of the kernel's dtype */
     const float *choice_bias; /* [experts], added to the scores for the choice alone; NULL: nothing is */
+    const float *expert_factors; /* [experts], with which the weights are multiplied behind the factor; NULL: they are not */
     int32_t *chosen;          /* [rows, most] */
     float *weights;           /* [rows, most] */
     size_t rows, experts, most, logits_stride, rows_per_task;
     size_t groups, most_groups;     /* only experts of the most_groups best groups of neighbours are chosen; groups 1: of all */
     int scores;                     /* enum routing_scores */
     int groups_by_two, normalised;  /* a group counts as the sum of its two best experts, otherwise as its best; weights / (sum + eps) */
-    float eps, factor;              /* what the sum of weights is divided with, too; and what they are multiplied with at last */
+    float eps, factor;              /* what the sum of weights is divided with, too; and what they are multiplied with */
+    float near;                     /* of SOFTMAX_OF_NEAR: the largest (best - logit) / max(|logit|, best) of a logit that is near the best */
     enum dtype weights_dtype;       /* to which they are rounded */
 };
 

@@ -69,11 +69,12 @@ static const struct layout_entry layout[] = {
     FIELD(add_call, rows_per_task), FIELD(add_call, factor),
 
     WHOLE(struct route_call, "route_call"),
-    FIELD(route_call, logits), FIELD(route_call, choice_bias), FIELD(route_call, chosen), FIELD(route_call, weights),
+    FIELD(route_call, logits), FIELD(route_call, choice_bias), FIELD(route_call, expert_factors),
+    FIELD(route_call, chosen), FIELD(route_call, weights),
     FIELD(route_call, rows), FIELD(route_call, experts), FIELD(route_call, most), FIELD(route_call, logits_stride),
     FIELD(route_call, rows_per_task), FIELD(route_call, groups), FIELD(route_call, most_groups), FIELD(route_call, scores),
     FIELD(route_call, groups_by_two), FIELD(route_call, normalised), FIELD(route_call, eps), FIELD(route_call, factor),
-    FIELD(route_call, weights_dtype),
+    FIELD(route_call, near), FIELD(route_call, weights_dtype),
 
     WHOLE(struct sum_call, "sum_call"),
     FIELD(sum_call, outs), FIELD(sum_call, places), FIELD(sum_call, weights), FIELD(sum_call, shared), FIELD(sum_call, gate),
@@ -192,6 +193,7 @@ static const struct layout_entry layout[] = {
 
     VALUE("routing_scores", "SOFTMAX", SCORES_SOFTMAX), VALUE("routing_scores", "SIGMOID", SCORES_SIGMOID),
     VALUE("routing_scores", "SOFTMAX_OF_CHOSEN", SCORES_SOFTMAX_OF_CHOSEN),
+    VALUE("routing_scores", "SOFTMAX_OF_NEAR", SCORES_SOFTMAX_OF_NEAR),
     VALUE("operation_kind", "ACTIVATE", OP_ACTIVATE), VALUE("operation_kind", "ADD", OP_ADD),
     VALUE("operation_kind", "COPY", OP_COPY), VALUE("operation_kind", "HEADS", OP_HEADS),
 

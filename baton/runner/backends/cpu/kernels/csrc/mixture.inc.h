@@ -33,9 +33,20 @@ INLINE float exponentials(float *numbers, size_t count) {
     return v_total(sum);
 }
 
+/* The share of an expert in the softmax of those that are not taken and near it; `left` has room for whole vectors. */
+INLINE float share_of_near(const float *logits, const uint8_t *taken, size_t expert, size_t count, float near, float *left) {
+    const float best = logits[expert];
+    for (size_t i = 0; i < count; i++) {
+        const float size = fabsf(logits[i]) > best ? fabsf(logits[i]) : best;
+        left[i] = taken[i] || (best - logits[i]) / size > near ? -INFINITY : logits[i];
+    }
+    const float sum = exponentials(left, count);
+    return left[expert] / sum;
+}
+
 INLINE void route_row(const enum dtype dtype, const struct route_call *call, size_t row, float *scores, uint8_t *taken) {
     const size_t experts = call->experts, padded = padded_lanes(experts), of_group = experts / call->groups;
-    float *for_choice = scores + padded, *weights = for_choice + padded, *of_groups = weights + padded_lanes(call->most);
+    float *for_choice = scores + padded, *left = for_choice + padded, *weights = left + padded, *of_groups = weights + padded_lanes(call->most);
     int32_t *chosen = call->chosen + row * call->most;
     for (size_t i = 0; i < experts; i += LANES) {
         v16 logits = load_lanes(dtype, call->logits, row * call->logits_stride + i, lanes_left(i, experts));
@@ -59,9 +70,10 @@ INLINE void route_row(const enum dtype dtype, const struct route_call *call, siz
     }
     for (size_t i = 0; i < call->most; i++) {
         const size_t expert = largest_left(for_choice, taken, experts);
+        const int is_near = call->scores == SCORES_SOFTMAX_OF_NEAR;
+        weights[i] = is_near ? share_of_near(scores, taken, expert, experts, call->near, left) : scores[expert];
         taken[expert] = 1;
         chosen[i] = (int32_t)expert;
-        weights[i] = scores[expert];
     }
     float divisor = call->eps;
     if (call->scores == SCORES_SOFTMAX_OF_CHOSEN)
@@ -71,6 +83,7 @@ INLINE void route_row(const enum dtype dtype, const struct route_call *call, siz
     const int divides = call->normalised || call->scores == SCORES_SOFTMAX_OF_CHOSEN;
     for (size_t i = 0; i < call->most; i++) {
         weights[i] = (divides ? weights[i] / divisor : weights[i]) * call->factor;
+        if (call->expert_factors != NULL) weights[i] *= call->expert_factors[chosen[i]];
         if (call->weights_dtype == DTYPE_BFLOAT16) {
             uint16_t rounded;
             store_number(DTYPE_BFLOAT16, &rounded, 0, weights[i]);
@@ -84,7 +97,7 @@ INLINE void route_row(const enum dtype dtype, const struct route_call *call, siz
 INLINE void route_rows(const enum dtype dtype, const struct route_call *call, size_t task, void *scratch) {
     size_t row = task * call->rows_per_task, end = row + call->rows_per_task < call->rows ? row + call->rows_per_task : call->rows;
     float *scores = scratch;
-    uint8_t *taken = (uint8_t *)(scores + 2 * padded_lanes(call->experts) + padded_lanes(call->most) + call->groups);
+    uint8_t *taken = (uint8_t *)(scores + 3 * padded_lanes(call->experts) + padded_lanes(call->most) + call->groups);
     for (; row < end; row++) route_row(dtype, call, row, scores, taken);
 }
 

@@ -285,7 +285,7 @@ class LoopTrace:
         if found is None:
             raise NotAPlainDecoder(f"{name} takes angles of no rotary module")
         rotation = part.rotation if isinstance(part, CalledAsAttention) else Rotation("halves", "halves")
-        kind = AngleKind(found.rotary, found.arguments, rotation.layout, rotation.query_scale)
+        kind = AngleKind(found.rotary, found.arguments, rotation.of_angles)
         if kind not in self.angles:
             self.angles.append(kind)
         return self.angles.index(kind)

@@ -184,7 +184,7 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
 """By the type, and behind a plus what is special about this model of it."""
 
 WITHOUT_OWN_LOOP = {
-    *("minicpm3", "longcat_flash"),  # rows that are scaled for the head, two attentions a layer
+    "longcat_flash",  # two attentions a layer
     *("jetmoe", "mimo_v2_flash"),  # attention of experts, other heads of values
     *("bailing_hybrid", "falcon_h1", "falcon_mamba", "jamba", "mamba", "zamba2"),  # states
     "mamba2",  # sums in float32

@@ -185,7 +185,7 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
 
 WITHOUT_OWN_LOOP = {
     "longcat_flash",  # two attentions a layer
-    *("jetmoe", "mimo_v2_flash"),  # attention of experts, other heads of values
+    "jetmoe",  # attention of experts
     *("bailing_hybrid", "falcon_h1", "falcon_mamba", "jamba", "mamba", "zamba2"),  # states
     "mamba2",  # sums in float32
     *("gemma3n_text", "llama4_text"),  # rows of each layer, positions in the attention

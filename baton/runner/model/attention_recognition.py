@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
@@ -125,8 +125,10 @@ class AttentionRecogniser:
                 raise NotRecognised(f"it calls attention {len(echo.seen)} times")
             is_called = True
             query, key, value = echo.seen[0]
-            if value.shape != key.shape or query.shape[2] != key.shape[2]:
-                raise NotRecognised("keys and values have different shapes")
+            if value.shape[:2] != key.shape[:2] or query.shape[2] != key.shape[2]:
+                raise NotRecognised("queries, keys and values have different shapes")
+            if weights.out[1].in_features != query.shape[1] * value.shape[2]:
+                raise NotRecognised("its last product takes other rows than attention gives")
             recognise = self._reading if probe.shared.taken else self._whole
             fused, why = recognise(probe, weights, echo)
             if fused is not None:
@@ -145,12 +147,17 @@ class AttentionRecogniser:
         query, key, value = echo.seen[0]
         heads = (query.shape[1], key.shape[1], key.shape[2])
         norms = _head_norms(probe, heads, self._operations)
+        if norms.value is not None and norms.value.width != value.shape[2]:
+            return None, f"the norm of its values is {norms.value.width} wide"
         why = "no known kind of rotation gives the same result"
         for laid_out, bound in product(_layouts(weights, heads), _bounds(value)):
             rotation = _rotation(probe, laid_out, heads, norms, bound, (query, key))
             if rotation is None:
                 continue
-            for gate, attended in product(_output_gates(laid_out, heads), _norms_of_attended(child, heads, norms)):
+            rotation = replace(rotation, value_factor=_value_factor(probe, laid_out, norms, bound, value))
+            for gate, attended in product(
+                _output_gates(laid_out, heads), _norms_of_attended(child, laid_out.out[1].in_features, norms)
+            ):
                 name, every = probe.shared.given, norms._replace(attended=attended)
                 fused = FusedAttention(
                     self._operations, child.layer_idx, laid_out, heads, every, how, rotation, gate, name
@@ -194,7 +201,8 @@ def _bounds(value: torch.Tensor) -> list[float | None]:
 
 def _layouts(weights: AttentionWeights, heads: tuple[int, int, int]) -> list[AttentionWeights]:
     """The weights with the orders in which one product may give queries, keys and values."""
-    if len(weights.projections) > 1 or heads[0] != heads[1]:
+    is_of_all = len(weights.projections) == 1 and heads[0] == heads[1]
+    if not is_of_all or weights.out[1].in_features != heads[0] * heads[2]:
         return [weights]
     return [weights, weights._replace(by_head=True)]
 
@@ -271,10 +279,10 @@ def norm_without_weight(norm: Any, width: int, like: torch.Tensor, operations: O
     return FusedNorm(operations, ones, eps, plus_one=False) if is_same else None
 
 
-def _norms_of_attended(child: Any, heads: tuple[int, int, int], norms: HeadNorms) -> list[AnyNorm | None]:
+def _norms_of_attended(child: Any, width: int, norms: HeadNorms) -> list[AnyNorm | None]:
     """The norms that the result of attention may have before the last product."""
     others = (part for part in child.children() if isinstance(part, AnyNorm) and all(part is not one for one in norms))
-    return [None, *(norm for norm in others if norm.width == heads[0] * heads[2])]
+    return [None, *(norm for norm in others if norm.width == width)]
 
 
 def _output_gates(weights: AttentionWeights, heads: tuple[int, int, int]) -> Sequence[OutputGate | None]:
@@ -287,7 +295,31 @@ def _output_gates(weights: AttentionWeights, heads: tuple[int, int, int]) -> Seq
 
 def _gates_are_in_queries(weights: AttentionWeights, heads: tuple[int, int, int]) -> bool:
     num_outputs = sum(part.out_features for part in weights.projections.values())
-    return num_outputs == (2 * heads[0] + 2 * heads[1]) * heads[2]
+    return num_outputs == (2 * heads[0] + heads[1]) * heads[2] + _width_of_values(weights, heads)
+
+
+def _width_of_values(weights: AttentionWeights, heads: tuple[int, int, int]) -> int:
+    """The width of the values of all heads."""
+    return heads[1] * (weights.out[1].in_features // heads[0])
+
+
+def _value_factor(
+    probe: _Probe, weights: AttentionWeights, norms: HeadNorms, bound: float | None, expected: torch.Tensor
+) -> float:
+    """What an attention layer multiplies values with, to pass `expected` to attention. 1.0 if no factor does that."""
+    if weights.keys_are_values or weights.by_head or norms.value is not None:
+        return 1.0
+    given = [part(probe.x[0]) for part in weights.projections.values()][-1]
+    values = given[:, -expected.shape[1] * expected.shape[2] :].view(expected.shape)
+    if bound is not None:
+        values = values.clamp(-bound, bound)
+    factors = _factors(probe.child)
+    return next((factor for factor in factors if _agree_in_parts(expected, values * factor)), 1.0)
+
+
+def _factors(child: Any) -> Sequence[float]:
+    """What a module may multiply queries or values with: nothing, or one of its numbers."""
+    return [*dict.fromkeys((1.0, *(one for one in vars(child).values() if isinstance(one, float) and one > 0.0)))]
 
 
 def _rotation(
@@ -303,7 +335,10 @@ def _rotation(
     `expected`: of a layer without keys its queries alone, and `heads` has KH 0.
     """
     child, x = probe.child, probe.x[0]
-    given = torch.cat([part(x) for part in weights.projections.values()], dim=-1).view(len(x), -1, heads[2])
+    given = torch.cat([part(x) for part in weights.projections.values()], dim=-1)
+    if not weights.by_head and not weights.keys_are_values:
+        given = given[:, : given.shape[1] - _width_of_values(weights, heads)]
+    given = given.reshape(len(x), -1, heads[2])
     if _gates_are_in_queries(weights, heads):
         given = torch.cat((given[:, : 2 * heads[0] : 2], given[:, 2 * heads[0] :]), dim=1)
     if bound is not None:
@@ -311,8 +346,7 @@ def _rotation(
     if weights.by_head:
         given = given.view(len(x), heads[0], 3, -1).transpose(1, 2).flatten(1, 2)
     rows = (given[:, : heads[0]], given[:, heads[0] : heads[0] + heads[1]])
-    factors = (1.0, *(number for number in vars(child).values() if isinstance(number, float) and number > 0.0))
-    kinds = product((False, True), _query_scales(child), dict.fromkeys(factors), KINDS, (False, True))
+    kinds = product((False, True), _query_scales(child), _factors(child), KINDS, (False, True))
     for is_backwards, scale, factor, kind, norms_last in kinds:
         rotation = Rotation(kind, probe.layout, norms_last, factor, bound, scale, is_backwards)
         of_keys: Sequence[torch.Tensor] = rotation.arranged(probe.cos[0], probe.sin[0], probe_places(len(x)))

@@ -70,6 +70,8 @@ class Rotation:
     """How queries are multiplied by position, if all columns of heads are rotated; None: they are not."""
     is_backwards: bool = False
     """Whether columns are rotated by the opposite of the angles that the layer is given."""
+    value_factor: float = 1.0
+    """What values are multiplied with."""
 
     def arranged(
         self, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None = None
@@ -191,6 +193,7 @@ class FusedAttention(CalledAsAttention):
         self.rotation = rotation
         self._operations = operations
         num_heads, num_kv_heads, self._head_dim = heads
+        self._value_dim = given.out[1].in_features // num_heads
         self.own_heads = operations.ranks.shard.heads(num_heads, num_kv_heads)
         """The heads that this rank computes."""
         self._heads, self._kv_heads = len(self.own_heads.queries), len(self.own_heads.kv)
@@ -245,8 +248,11 @@ class FusedAttention(CalledAsAttention):
             # One gate follows each query; here all gates follow all queries, as programs can take them.
             places = (2 * head + part for part in (0, 1) for head in own.queries)
             queries = [range(at * dim, (at + 1) * dim) for at in places]
-        first = (keys,) if self._keys_are_values else (keys, keys + num_kv_heads * dim)
-        return [*queries, *(range(at + own.kv.start * dim, at + own.kv.stop * dim) for at in first)]
+        own_keys = range(keys + own.kv.start * dim, keys + own.kv.stop * dim)
+        if self._keys_are_values:
+            return [*queries, own_keys]
+        values, dim = keys + num_kv_heads * dim, self._value_dim
+        return [*queries, own_keys, range(values + own.kv.start * dim, values + own.kv.stop * dim)]
 
     def _rows_by_head(self) -> list[range]:
         """Where the own queries, keys and values are among outputs in which those of a head are side by side."""
@@ -275,13 +281,15 @@ class FusedAttention(CalledAsAttention):
             qkv = qkv.clamp_(-bound, bound)
         query, gates = qkv[:, :queries].view(count, -1, dim), qkv[:, queries:keys]
         key = qkv[:, keys:values].view(count, -1, dim)
-        value = key if self._keys_are_values else qkv[:, values:].view(count, -1, dim)
+        value = key if self._keys_are_values else qkv[:, values:].view(count, -1, self._value_dim)
         if self._gates is not None:
             gates = self._gates.linear(x)
         query_norm, key_norm, value_norm, attended_norm = self._norms
         (query_cos, cos), (query_sin, sin) = self._angles_of_both(cos), self._angles_of_both(sin)
         if value_norm is not None:
             value = self._normed(value, value_norm, self.own_heads.kv)
+        if self.rotation.value_factor != 1.0:
+            value = value * self.rotation.value_factor
         if self._rotates_first and (self._has_gates_in_queries or query_cos is not cos):
             self._rotate(query, query_cos, query_sin)
             self._rotate(key, cos, sin)
@@ -350,9 +358,9 @@ class FusedAttention(CalledAsAttention):
 
     def _normed(self, x: torch.Tensor, norm: AnyNorm, own: range) -> torch.Tensor:
         """The norm of each head of x [T, H, D], or of all heads together. `own`: which heads these are."""
-        if norm.width == self._head_dim:
+        if norm.width == x.shape[2]:
             return norm.rows(x)
-        ranks, width = self._operations.ranks, len(own) * self._head_dim
+        ranks, width = self._operations.ranks, len(own) * x.shape[2]
         rows = x.reshape(x.shape[0], width)
         if ranks.shard.size == 1:
             return norm.rows(rows).view(x.shape)
@@ -360,7 +368,7 @@ class FusedAttention(CalledAsAttention):
         # Several ranks have the same heads of keys if there are fewer heads than ranks.
         alike = every.shape[1] // norm.width
         every = every.view(x.shape[0], -1, width)[:, ::alike].reshape(x.shape[0], -1)
-        return heads_in(norm.rows(every).view(x.shape[0], -1, self._head_dim), own)
+        return heads_in(norm.rows(every).view(x.shape[0], -1, x.shape[2]), own)
 
     def _angles_of_both(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The cosines or sines of queries and of keys."""
@@ -395,6 +403,8 @@ class FusedAttention(CalledAsAttention):
         (query_cos, cos), (query_sin, sin) = self._recorded_angles_of_both(cos), self._recorded_angles_of_both(sin)
         if value_norm is not None:
             value = self._record_norm(program, value, value_norm, into="value")
+        if (factor := self.rotation.value_factor) != 1.0:
+            value = program.scale(value, factor, into="scaled value")
         if self._rotates_first and (self._has_gates_in_queries or query_cos is not cos):
             self._record_rotate(program, query, query_cos, query_sin)
             self._record_rotate(program, key, cos, sin)

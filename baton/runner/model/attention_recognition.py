@@ -155,9 +155,8 @@ class AttentionRecogniser:
             if rotation is None:
                 continue
             rotation = replace(rotation, value_factor=_value_factor(probe, laid_out, norms, bound, value))
-            for gate, attended in product(
-                _output_gates(laid_out, heads), _norms_of_attended(child, laid_out.out[1].in_features, norms)
-            ):
+            norms_of_attended = _norms_of_attended(child, laid_out.out[1].in_features, norms)
+            for gate, attended in product(_output_gates(laid_out, heads), norms_of_attended):
                 name, every = probe.shared.given, norms._replace(attended=attended)
                 fused = FusedAttention(
                     self._operations, child.layer_idx, laid_out, heads, every, how, rotation, gate, name
@@ -270,7 +269,7 @@ def norm_without_weight(norm: Any, width: int, like: torch.Tensor, operations: O
     ones = like.new_ones(width)
     rows = torch.randn(NUM_ROWS, width, dtype=torch.float32, generator=torch.Generator().manual_seed(0)).to(ones)
     # Small rows show where the epsilon is added.
-    rows = rows * torch.logspace(-3, 1, NUM_ROWS)[:, None].to(ones)
+    rows = rows * torch.logspace(-3, 1, NUM_ROWS, dtype=torch.float32)[:, None].to(ones)
     try:
         expected = norm(rows)
     except (RuntimeError, TypeError, ValueError):

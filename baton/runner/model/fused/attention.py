@@ -54,7 +54,7 @@ class QueryScale:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """What an attention layer does with queries and keys between their product and the attention."""
+    """What an attention layer does with queries, keys and values between their product and the attention."""
 
     kind: Literal["halves", "pairs", "none"]
     """Which columns of a head belong together: those of one half and the other, or each two neighbours."""

@@ -23,6 +23,7 @@ from baton.runner.execution.request_table import Grid, GridPositions
 from baton.runner.images import ImageEncoder, ImageProcessor
 from baton.runner.loading import load_runner
 from baton.runner.model import attention
+from baton.runner.model.fused.attention import Rotation
 from baton.runner.model.loop.angles import AngleKind, RotaryTable
 from baton.runner.model.mixtures import experts
 from baton.runner.model.transformer import Transformer
@@ -192,7 +193,7 @@ def test_rotary_rows_of_three_dimensions_are_those_of_the_model(grid_directory: 
     rotary, like = loaded.module.get_submodule("model.rotary_emb"), torch.empty(1, dtype=DTYPES[dtype])
     positions = GridPositions(GRIDS).rows(0, 40)
     expected = [angles[0] for angles in rotary(like, torch.from_numpy(positions)[:, None])]
-    rows = RotaryTable(AngleKind(rotary, {}, layout="halves"), like, loaded.max_model_len).rows(positions)
+    rows = RotaryTable(AngleKind(rotary, {}, Rotation("halves", "halves")), like, loaded.max_model_len).rows(positions)
     assert all(torch.equal(*pair) for pair in zip(rows, expected, strict=True))
     # The loops were compared with positions of three dimensions, too.
     assert Transformer(loaded, choose_operations(1), 16, CacheSpec(num_blocks=16), 1).has_own_loop

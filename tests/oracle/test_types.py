@@ -184,8 +184,8 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
 """By the type, and behind a plus what is special about this model of it."""
 
 WITHOUT_OWN_LOOP = {
-    *("minicpm3", "longcat_flash"),  # rows that are scaled for the head, two attentions a layer
-    *("bitnet", "jetmoe", "mimo_v2_flash", "nanochat"),  # other norms, other heads of values
+    "longcat_flash",  # two attentions a layer
+    "jetmoe",  # attention of experts
     *("bailing_hybrid", "falcon_h1", "falcon_mamba", "jamba", "mamba", "zamba2"),  # states
     "mamba2",  # sums in float32
     *("gemma3n_text", "llama4_text"),  # rows of each layer, positions in the attention
@@ -304,8 +304,8 @@ def with_rope(row: str, rope_type: str) -> dict[str, Any]:
 
 
 SCALED = [(row, rope_type) for row in SOME for rope_type in ROPE_TYPES if rope_type != "default"]
-if not ALL:  # two kinds of angles, and complex numbers that transformers' loop takes
-    SCALED += [("granite_swa", "longrope"), ("llama4_text", "longrope")]
+if not ALL:  # two kinds of angles, complex numbers that transformers' loop takes, and norms behind a rotation
+    SCALED += [("granite_swa", "longrope"), ("llama4_text", "longrope"), ("nanochat", "yarn")]
 
 
 @pytest.mark.parametrize(("row", "rope_type"), SCALED)

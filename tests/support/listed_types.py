@@ -164,7 +164,15 @@ _OTHERS: Mapping[str, _Fields] = {
         "n_group": 2,
         "topk_group": 1,
     },
-    "minicpm3": {**_PLAIN, **_LATENT, "tie_word_embeddings": False},
+    "minicpm3": {
+        **_PLAIN,
+        **_LATENT,
+        "q_lora_rank": 32,  # this and the next two are wide enough for programs
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "dim_model_base": 24,
+        "tie_word_embeddings": False,
+    },
     "minimax_m2": {**_HEADS, **_LOCAL_EXPERTS},
     "ministral": _WINDOWS,
     "ministral3": {

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import rms_norm, rotate
@@ -58,6 +59,9 @@ class _Probe:
 
 _LARGE = 1000.0
 """Attention is compared for as many rows that are so much larger, too, since some of its numbers may be bounded."""
+_LENGTH = 1.25
+"""Cosines and sines are so much larger, as those of some models are: otherwise a norm without a weight would give the
+same before a rotation and behind it."""
 _GATE_ACTIVATIONS: tuple[Literal["sigmoid", "softplus"], ...] = ("sigmoid", "softplus")
 _PROJECTION_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("query_key_value",), ("c_attn",))
 _KEYS_ARE_VALUES_NAMES = (("q_proj", "k_proj"),)
@@ -106,7 +110,7 @@ class AttentionRecogniser:
         angle_dtype = next(iter(self._angle_dtypes), x.dtype)
         for width, layout in product(self._widths, LAYOUTS):
             angles = random_angles(width, layout, generator, 2 * NUM_ROWS)
-            cos, sin = (part.to(x.device, angle_dtype) for part in (angles.cos(), angles.sin()))
+            cos, sin = (_LENGTH * part.to(x.device, angle_dtype) for part in (angles.cos(), angles.sin()))
             probe = _Probe(child, x, cos, sin, layout, self._shared(x))
             try:
                 echo, _ = probe.echoed()
@@ -121,8 +125,10 @@ class AttentionRecogniser:
                 raise NotRecognised(f"it calls attention {len(echo.seen)} times")
             is_called = True
             query, key, value = echo.seen[0]
-            if value.shape != key.shape or query.shape[2] != key.shape[2]:
-                raise NotRecognised("keys and values have different shapes")
+            if value.shape[:2] != key.shape[:2] or query.shape[2] != key.shape[2]:
+                raise NotRecognised("queries, keys and values have different shapes")
+            if weights.out[1].in_features != query.shape[1] * value.shape[2]:
+                raise NotRecognised("its last product takes other rows than attention gives")
             recognise = self._reading if probe.shared.taken else self._whole
             fused, why = recognise(probe, weights, echo)
             if fused is not None:
@@ -141,15 +147,19 @@ class AttentionRecogniser:
         query, key, value = echo.seen[0]
         heads = (query.shape[1], key.shape[1], key.shape[2])
         norms = _head_norms(probe, heads, self._operations)
+        if norms.value is not None and norms.value.width != value.shape[2]:
+            return None, f"the norm of its values is {norms.value.width} wide"
         why = "no known kind of rotation gives the same result"
         for laid_out, bound in product(_layouts(weights, heads), _bounds(value)):
             rotation = _rotation(probe, laid_out, heads, norms, bound, (query, key))
             if rotation is None:
                 continue
-            for gate in _output_gates(laid_out, heads):
-                name = probe.shared.given
+            rotation = replace(rotation, value_factor=_value_factor(probe, laid_out, norms, bound, value))
+            norms_of_attended = _norms_of_attended(child, laid_out.out[1].in_features, norms)
+            for gate, attended in product(_output_gates(laid_out, heads), norms_of_attended):
+                name, every = probe.shared.given, norms._replace(attended=attended)
                 fused = FusedAttention(
-                    self._operations, child.layer_idx, laid_out, heads, norms, how, rotation, gate, name
+                    self._operations, child.layer_idx, laid_out, heads, every, how, rotation, gate, name
                 )
                 if not _same_attention(probe, fused):
                     continue
@@ -190,7 +200,8 @@ def _bounds(value: torch.Tensor) -> list[float | None]:
 
 def _layouts(weights: AttentionWeights, heads: tuple[int, int, int]) -> list[AttentionWeights]:
     """The weights with the orders in which one product may give queries, keys and values."""
-    if len(weights.projections) > 1 or heads[0] != heads[1]:
+    is_of_all = len(weights.projections) == 1 and heads[0] == heads[1]
+    if not is_of_all or weights.out[1].in_features != heads[0] * heads[2]:
         return [weights]
     return [weights, weights._replace(by_head=True)]
 
@@ -220,14 +231,21 @@ def _head_norms(probe: _Probe, heads: tuple[int, int, int], operations: Operatio
     Raises NotRecognised for others.
     """
     child, (num_heads, num_kv_heads, dim) = probe.child, heads
-    value = _value_norm(probe, dim, operations) if num_kv_heads else None
+
+    def norm_of_head(name: str) -> AnyNorm | None:
+        norm = getattr(child, name, None)
+        return norm if isinstance(norm, AnyNorm) else norm_without_weight(norm, dim, probe.x, operations)
+
+    value = norm_of_head("v_norm") if num_kv_heads else None
+    if value is None and num_kv_heads and getattr(child, "v_norm", None) is not None:
+        raise NotRecognised("its values have a norm of another kind")
     for names in _HEAD_NORM_NAMES:
-        query, key = (getattr(child, name, None) for name in names)
-        if query is None and key is None:
+        if all(getattr(child, name, None) is None for name in names):
             continue
+        query, key = (norm_of_head(name) for name in names)
         if num_kv_heads == 0 and key is None and isinstance(query, FusedNorm) and query.width == dim:
             return HeadNorms(query)
-        if not isinstance(query, AnyNorm) or not isinstance(key, AnyNorm):
+        if query is None or key is None:
             raise NotRecognised("its queries and keys have norms of another kind")
         if isinstance(query, FusedLayerNorm) and query.num_heads is not None:
             return HeadNorms(query, key)
@@ -238,17 +256,32 @@ def _head_norms(probe: _Probe, heads: tuple[int, int, int], operations: Operatio
     return HeadNorms(value=value)
 
 
-def _value_norm(probe: _Probe, width: int, operations: Operations) -> FusedNorm | None:
-    """The norm of values, which has no weight: a norm with ones for it. Raises NotRecognised for another one."""
-    norm = getattr(probe.child, "v_norm", None)
-    if norm is None:
-        return None
-    ones = probe.x.new_ones(width)
-    rows = torch.randn(NUM_ROWS, width, dtype=torch.float32, generator=torch.Generator().manual_seed(0)).to(ones)
+def norm_without_weight(norm: Any, width: int, like: torch.Tensor, operations: Operations) -> FusedNorm | None:
+    """A norm with ones for its weight that computes the same of rows of this width; None for other modules.
+
+    `like`: in the dtype and on the device of the rows.
+    """
     eps = getattr(norm, "eps", None)
-    if not eps or list(norm.parameters()) or not agree(norm(rows), rms_norm(rows, ones, eps, plus_one=False)):
-        raise NotRecognised("its values have a norm of another kind")
-    return FusedNorm(operations, ones, eps, plus_one=False)
+    if not isinstance(norm, nn.Module) or isinstance(norm, AnyNorm) or not eps:
+        return None
+    if [*norm.parameters(), *norm.buffers(), *norm.children()]:
+        return None
+    ones = like.new_ones(width)
+    rows = torch.randn(NUM_ROWS, width, dtype=torch.float32, generator=torch.Generator().manual_seed(0)).to(ones)
+    # Small rows show where the epsilon is added.
+    rows = rows * torch.logspace(-3, 1, NUM_ROWS, dtype=torch.float32)[:, None].to(ones)
+    try:
+        expected = norm(rows)
+    except (RuntimeError, TypeError, ValueError):
+        return None  # it takes more than rows
+    is_same = all(agree(*pair) for pair in zip(expected, rms_norm(rows, ones, eps, plus_one=False), strict=True))
+    return FusedNorm(operations, ones, eps, plus_one=False) if is_same else None
+
+
+def _norms_of_attended(child: Any, width: int, norms: HeadNorms) -> list[AnyNorm | None]:
+    """The norms that the result of attention may have before the last product."""
+    others = (part for part in child.children() if isinstance(part, AnyNorm) and all(part is not one for one in norms))
+    return [None, *(norm for norm in others if norm.width == width)]
 
 
 def _output_gates(weights: AttentionWeights, heads: tuple[int, int, int]) -> Sequence[OutputGate | None]:
@@ -261,7 +294,31 @@ def _output_gates(weights: AttentionWeights, heads: tuple[int, int, int]) -> Seq
 
 def _gates_are_in_queries(weights: AttentionWeights, heads: tuple[int, int, int]) -> bool:
     num_outputs = sum(part.out_features for part in weights.projections.values())
-    return num_outputs == (2 * heads[0] + 2 * heads[1]) * heads[2]
+    return num_outputs == (2 * heads[0] + heads[1]) * heads[2] + _width_of_values(weights, heads)
+
+
+def _width_of_values(weights: AttentionWeights, heads: tuple[int, int, int]) -> int:
+    """The width of the values of all heads."""
+    return heads[1] * (weights.out[1].in_features // heads[0])
+
+
+def _value_factor(
+    probe: _Probe, weights: AttentionWeights, norms: HeadNorms, bound: float | None, expected: torch.Tensor
+) -> float:
+    """What an attention layer multiplies values with, to pass `expected` to attention. 1.0 if no factor does that."""
+    if weights.keys_are_values or weights.by_head or norms.value is not None:
+        return 1.0
+    given = [part(probe.x[0]) for part in weights.projections.values()][-1]
+    values = given[:, -expected.shape[1] * expected.shape[2] :].view(expected.shape)
+    if bound is not None:
+        values = values.clamp(-bound, bound)
+    factors = _factors(probe.child)
+    return next((factor for factor in factors if _agree_in_parts(expected, values * factor)), 1.0)
+
+
+def _factors(child: Any) -> Sequence[float]:
+    """What a module may multiply queries or values with: nothing, or one of its numbers."""
+    return [*dict.fromkeys((1.0, *(one for one in vars(child).values() if isinstance(one, float) and one > 0.0)))]
 
 
 def _rotation(
@@ -277,7 +334,10 @@ def _rotation(
     `expected`: of a layer without keys its queries alone, and `heads` has KH 0.
     """
     child, x = probe.child, probe.x[0]
-    given = torch.cat([part(x) for part in weights.projections.values()], dim=-1).view(len(x), -1, heads[2])
+    given = torch.cat([part(x) for part in weights.projections.values()], dim=-1)
+    if not weights.by_head and not weights.keys_are_values:
+        given = given[:, : given.shape[1] - _width_of_values(weights, heads)]
+    given = given.reshape(len(x), -1, heads[2])
     if _gates_are_in_queries(weights, heads):
         given = torch.cat((given[:, : 2 * heads[0] : 2], given[:, 2 * heads[0] :]), dim=1)
     if bound is not None:
@@ -285,11 +345,10 @@ def _rotation(
     if weights.by_head:
         given = given.view(len(x), heads[0], 3, -1).transpose(1, 2).flatten(1, 2)
     rows = (given[:, : heads[0]], given[:, heads[0] : heads[0] + heads[1]])
-    factors = (1.0, *(number for number in vars(child).values() if isinstance(number, float) and number > 0.0))
-    kinds = product(_query_scales(child), dict.fromkeys(factors), KINDS, (False, True))
-    for scale, factor, kind, norms_last in kinds:
-        rotation = Rotation(kind, probe.layout, norms_last, factor, bound, scale)
-        of_keys = [rotation.arranged(angles[0], probe_places(len(x))) for angles in (probe.cos, probe.sin)]
+    kinds = product((False, True), _query_scales(child), _factors(child), KINDS, (False, True))
+    for is_backwards, scale, factor, kind, norms_last in kinds:
+        rotation = Rotation(kind, probe.layout, norms_last, factor, bound, scale, is_backwards)
+        of_keys: Sequence[torch.Tensor] = rotation.arranged(probe.cos[0], probe.sin[0], probe_places(len(x)))
         of_queries = of_keys
         if scale is not None:
             of_keys, of_queries = ([angles.chunk(2, dim=1)[part] for angles in of_keys] for part in range(2))
@@ -354,7 +413,7 @@ def _echo_of(probe: _Probe, fused: FusedAttention | ReadingAttention) -> tuple[E
     echo = EchoAttention(fused.rotation.query_factor)
     object.__setattr__(fused, "baton_attend", echo)
     places = probe_places(probe.x.shape[1])
-    cos, sin = (fused.rotation.arranged(angles[0], places) for angles in (probe.cos, probe.sin))
+    cos, sin = fused.rotation.arranged(probe.cos[0], probe.sin[0], places)
     return echo, fused.rows(probe.x[0], cos, sin)
 
 

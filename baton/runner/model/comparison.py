@@ -41,6 +41,16 @@ def like_input(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return x.to(linear.device, linear.dtype) if isinstance(linear, StoredLinear) else x.to(linear.weight)
 
 
+def like_weights(module: nn.Module) -> torch.Tensor:
+    """No numbers, in the dtype and on the device of the weights of products."""
+    for part in module.modules():
+        if isinstance(part, StoredLinear):
+            return torch.empty(0, dtype=part.dtype, device=part.device)
+        if isinstance(part, nn.Linear):
+            return part.weight.detach().new_empty(0)
+    return torch.empty(0, dtype=torch.float32)
+
+
 def linears_of(child: Any, known_names: Sequence[Sequence[str]]) -> dict[str, nn.Linear] | None:
     """The linear layers of a part that have names which are known together."""
     for names in known_names:
@@ -125,7 +135,7 @@ def angle_widths(module: nn.Module) -> list[int]:
 
 def angle_dtypes_of(module: nn.Module) -> set[torch.dtype]:
     """The dtypes of the cosines and sines that rotary modules give for rows in the dtype of the weights."""
-    like = torch.zeros(1, 1, 1, dtype=next((p.dtype for p in module.parameters() if p.is_floating_point()), None))
+    like = like_weights(module).new_zeros(1, 1, 1)
     dtypes = set()
     for rotary in module.modules():
         if not any(name.endswith("inv_freq") for name, _ in rotary.named_buffers(recurse=False)):

@@ -335,7 +335,7 @@ class Decoder:
         elif not sampling:
             rows = program.take_sampled(rows, into=hidden)
         elif rows != hidden:
-            raise KernelArgumentError("hidden", "is no norm")
+            raise KernelArgumentError("hidden", "is neither a norm nor scaled")
         if self._head is not None and logits:
             self._head.record(program, rows, into=into_logits)
 

@@ -21,7 +21,7 @@ from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import activate, rms_norm
 from baton.runner.model.attention import EchoAttention
-from baton.runner.model.attention_recognition import AttentionRecogniser, NotRecognised
+from baton.runner.model.attention_recognition import AttentionRecogniser, NotRecognised, norm_without_weight
 from baton.runner.model.comparison import (
     NUM_ROWS,
     agree,
@@ -29,14 +29,14 @@ from baton.runner.model.comparison import (
     angle_widths,
     children_of,
     like_input,
+    like_weights,
     linears_of,
 )
 from baton.runner.model.fused.attention import CalledAsAttention
-from baton.runner.model.fused.rows import FusedActivation, FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp
+from baton.runner.model.fused.rows import AnyNorm, FusedActivation, FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp
 from baton.runner.model.states.layer_functions import keep_states_in_cache
 from baton.runner.model.states.mixers import StateMixer, state_mixer_of
 from baton.runner.model.stored.layers import (
-    StoredLinear,
     forget_weights,
     halves_of,
     weight_of,
@@ -69,7 +69,7 @@ def fuse(module: nn.Module, operations: Operations, row_quantum: int, release: R
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode():
         _use_linear_layers(module)
-        like = _like_weights(module)
+        like = like_weights(module)
         attention = AttentionRecogniser(operations, angle_widths(module), angle_dtypes_of(module))
         for parent, name, child in children_of(module):
             norm = _fused_norm(child, operations, generator) or _fused_layer_norm(child, operations, generator, like)
@@ -93,17 +93,8 @@ def fuse(module: nn.Module, operations: Operations, row_quantum: int, release: R
             setattr(parent, name, fused)
             release(child)
         _fuse_activations(module, operations)
+        _fuse_norms_without_weights(module, operations, like)
     return why_not
-
-
-def _like_weights(module: nn.Module) -> torch.Tensor:
-    """No numbers, in the dtype and on the device of the weights of products."""
-    for part in module.modules():
-        if isinstance(part, StoredLinear):
-            return torch.empty(0, dtype=part.dtype, device=part.device)
-        if isinstance(part, nn.Linear):
-            return part.weight.detach().new_empty(0)
-    return torch.empty(0, dtype=torch.float32)
 
 
 def _use_linear_layers(module: nn.Module) -> None:
@@ -124,6 +115,20 @@ def _fuse_activations(module: nn.Module, operations: Operations) -> None:
         is_of_layer = any(isinstance(part, CalledAsAttention) for part in parent.children())
         if is_of_layer and child is _activation_function(parent) and (activation := _activation_of(parent)):
             setattr(parent, name, FusedActivation(operations, activation))
+
+
+def _fuse_norms_without_weights(module: nn.Module, operations: Operations, like: torch.Tensor) -> None:
+    """Replace the norms without weights of layers, and of the rows before and behind all layers.
+
+    Nothing in such a norm says how wide its rows are: those of a layer are as wide as those that its attention takes.
+    """
+    for parent, name, child in children_of(module):
+        layers = [parent, *(layer for part in parent.children() if isinstance(part, nn.ModuleList) for layer in part)]
+        parts = (part for layer in layers for part in layer.children() if isinstance(part, CalledAsAttention))
+        if (attention := next(parts, None)) is not None:
+            width = attention.products[0].num_inputs
+            if (norm := norm_without_weight(child, width, like, operations)) is not None:
+                setattr(parent, name, norm)
 
 
 def gated_activation(apply_gate: Callable[[torch.Tensor], torch.Tensor]) -> Activation | None:
@@ -222,7 +227,9 @@ def _fused_mlp(child: Any, operations: Operations, generator: torch.Generator) -
     weights = [weight_of(part) for part in gate_and_up]
     gate, up = weights if len(weights) == 2 else halves_of(weights[0])
     x = like_input(down, torch.randn(1, NUM_ROWS, gate.shape[1], dtype=torch.float32, generator=generator))
-    fused = FusedMlp(operations, gate, up, weight_of(down), down.bias, activation, [*linear])
+    norms = (part for part in child.children() if isinstance(part, AnyNorm) and part.width == down.in_features)
+    norm = next(norms, None)
+    fused = FusedMlp(operations, gate, up, weight_of(down), down.bias, activation, [*linear], norm)
     try:
         expected = child(x)
     except (KeyError, TypeError):  # it asks for more than rows: zamba2's for the number of its layer

@@ -54,6 +54,19 @@ def test_only_products_write_float32_rows() -> None:
         program.rms_norm(x, _randn(WIDTH), 1e-6, plus_one=False, into=program.argument(WIDTH, dtype=torch.float32))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_multiplied_and_divided_by_numbers_as_by_torch(dtype: torch.dtype) -> None:
+    program = Program(dtype, 2)
+    x, *outs = (program.argument(WIDTH) for _ in range(3))
+    for divides, out in zip((False, True), outs, strict=True):
+        program.scale(x, 0.7, divides=divides, into=out)
+    rows = _randn(9, WIDTH).to(dtype)
+    times, over = torch.empty(2, 9, WIDTH, dtype=dtype)
+    program.run([rows, times, over], one_request(9), torch.tensor([8]))
+    assert torch.equal(times, rows * 0.7)
+    assert torch.equal(over, rows / 0.7)
+
+
 def test_times_are_kept_when_asked_for() -> None:
     program, _, _ = _normed_product()
     arguments = [_randn(5, WIDTH), torch.empty(1, 80, dtype=torch.bfloat16)]

@@ -54,7 +54,7 @@ class QueryScale:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """What an attention layer does with queries and keys between their product and the attention."""
+    """What an attention layer does with queries, keys and values between their product and the attention."""
 
     kind: Literal["halves", "pairs", "none"]
     """Which columns of a head belong together: those of one half and the other, or each two neighbours."""
@@ -68,13 +68,25 @@ class Rotation:
     """What queries, keys and values are before anything else if they exceed it, in either direction; None: they may."""
     query_scale: QueryScale | None = None
     """How queries are multiplied by position, if all columns of heads are rotated; None: they are not."""
+    is_backwards: bool = False
+    """Whether columns are rotated by the opposite of the angles that the layer is given."""
+    value_factor: float = 1.0
+    """What values are multiplied with."""
 
-    def arranged(self, angles: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """Cosines or sines [T, R] with two equal halves, as the operations take them, from those of the model.
+    def arranged(
+        self, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [T, R] with two equal halves, as the operations take them, from those of the model.
 
         With a scale of queries, which needs `positions`, int64 [T], theirs follow those of keys: [T, 2 R].
         """
-        return whole_angles(angles, self.layout, self.query_scale, positions)
+        cos, sin = (whole_angles(angles, self.layout, self.query_scale, positions) for angles in (cos, sin))
+        return cos, -sin if self.is_backwards else sin
+
+    @property
+    def of_angles(self) -> Rotation:
+        """A rotation with what decides about the angles alone."""
+        return Rotation("halves", self.layout, query_scale=self.query_scale, is_backwards=self.is_backwards)
 
 
 class AttentionWeights(NamedTuple):
@@ -92,11 +104,13 @@ class AttentionWeights(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """The norms of queries, keys and values, each as wide as a head or as all heads."""
+    """The norms of queries, keys and values, each as wide as a head or as all heads, and of what attention gives."""
 
     query: AnyNorm | None = None
     key: AnyNorm | None = None
     value: AnyNorm | None = None
+    attended: AnyNorm | None = None
+    """Of all heads, before the last product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +123,7 @@ class OutputGate:
     gives one number for each head or for each of its columns."""
 
 
-class CalledAsAttention(nn.Module, ABC):
+class CalledAsAttention(nn.Module, HasProducts, ABC):
     """An attention that transformers' layers call as their own."""
 
     baton_attend: Attend
@@ -149,11 +163,12 @@ class CalledAsAttention(nn.Module, ABC):
             cos = sin = x.new_empty(x.shape[0], 0)
         else:
             at = None if position_ids is None else position_ids[0]
-            cos, sin = (self.rotation.arranged(angles[0], at) for angles in cos_and_sin(position_embeddings))
+            cos, sin = cos_and_sin(position_embeddings)
+            cos, sin = self.rotation.arranged(cos[0], sin[0], at)
         return self.rows(x, cos, sin).unsqueeze(0), None
 
 
-class FusedAttention(CalledAsAttention, HasProducts):
+class FusedAttention(CalledAsAttention):
     """Attention that computes queries, keys and values in one product; then norms, rotation, attention, projection."""
 
     def __init__(
@@ -178,6 +193,7 @@ class FusedAttention(CalledAsAttention, HasProducts):
         self.rotation = rotation
         self._operations = operations
         num_heads, num_kv_heads, self._head_dim = heads
+        self._value_dim = given.out[1].in_features // num_heads
         self.own_heads = operations.ranks.shard.heads(num_heads, num_kv_heads)
         """The heads that this rank computes."""
         self._heads, self._kv_heads = len(self.own_heads.queries), len(self.own_heads.kv)
@@ -185,6 +201,7 @@ class FusedAttention(CalledAsAttention, HasProducts):
             _of_heads(norms.query, self.own_heads.queries),
             _of_heads(norms.key, self.own_heads.kv),
             _of_heads(norms.value, self.own_heads.kv),
+            norms.attended,
         )
         self._rotates_first = rotation.norms_last or norms.query is None or norms.key is None
         self._keys_are_values = given.keys_are_values
@@ -231,8 +248,11 @@ class FusedAttention(CalledAsAttention, HasProducts):
             # One gate follows each query; here all gates follow all queries, as programs can take them.
             places = (2 * head + part for part in (0, 1) for head in own.queries)
             queries = [range(at * dim, (at + 1) * dim) for at in places]
-        first = (keys,) if self._keys_are_values else (keys, keys + num_kv_heads * dim)
-        return [*queries, *(range(at + own.kv.start * dim, at + own.kv.stop * dim) for at in first)]
+        own_keys = range(keys + own.kv.start * dim, keys + own.kv.stop * dim)
+        if self._keys_are_values:
+            return [*queries, own_keys]
+        values, dim = keys + num_kv_heads * dim, self._value_dim
+        return [*queries, own_keys, range(values + own.kv.start * dim, values + own.kv.stop * dim)]
 
     def _rows_by_head(self) -> list[range]:
         """Where the own queries, keys and values are among outputs in which those of a head are side by side."""
@@ -261,13 +281,15 @@ class FusedAttention(CalledAsAttention, HasProducts):
             qkv = qkv.clamp_(-bound, bound)
         query, gates = qkv[:, :queries].view(count, -1, dim), qkv[:, queries:keys]
         key = qkv[:, keys:values].view(count, -1, dim)
-        value = key if self._keys_are_values else qkv[:, values:].view(count, -1, dim)
+        value = key if self._keys_are_values else qkv[:, values:].view(count, -1, self._value_dim)
         if self._gates is not None:
             gates = self._gates.linear(x)
-        query_norm, key_norm, value_norm = self._norms
+        query_norm, key_norm, value_norm, attended_norm = self._norms
         (query_cos, cos), (query_sin, sin) = self._angles_of_both(cos), self._angles_of_both(sin)
         if value_norm is not None:
             value = self._normed(value, value_norm, self.own_heads.kv)
+        if self.rotation.value_factor != 1.0:
+            value = value * self.rotation.value_factor
         if self._rotates_first and (self._has_gates_in_queries or query_cos is not cos):
             self._rotate(query, query_cos, query_sin)
             self._rotate(key, cos, sin)
@@ -293,6 +315,8 @@ class FusedAttention(CalledAsAttention, HasProducts):
         if self._gate is not None:
             own = operations.multiply(own, gates, self._gate.activation)
         every = operations.ranks.gather(own, [own.shape[1]] * operations.ranks.shard.size)
+        if attended_norm is not None:
+            every = attended_norm.rows(every)
         return self._out.linear(every, self._out_bias)
 
     @property
@@ -334,9 +358,9 @@ class FusedAttention(CalledAsAttention, HasProducts):
 
     def _normed(self, x: torch.Tensor, norm: AnyNorm, own: range) -> torch.Tensor:
         """The norm of each head of x [T, H, D], or of all heads together. `own`: which heads these are."""
-        if norm.width == self._head_dim:
+        if norm.width == x.shape[2]:
             return norm.rows(x)
-        ranks, width = self._operations.ranks, len(own) * self._head_dim
+        ranks, width = self._operations.ranks, len(own) * x.shape[2]
         rows = x.reshape(x.shape[0], width)
         if ranks.shard.size == 1:
             return norm.rows(rows).view(x.shape)
@@ -344,7 +368,7 @@ class FusedAttention(CalledAsAttention, HasProducts):
         # Several ranks have the same heads of keys if there are fewer heads than ranks.
         alike = every.shape[1] // norm.width
         every = every.view(x.shape[0], -1, width)[:, ::alike].reshape(x.shape[0], -1)
-        return heads_in(norm.rows(every).view(x.shape[0], -1, self._head_dim), own)
+        return heads_in(norm.rows(every).view(x.shape[0], -1, x.shape[2]), own)
 
     def _angles_of_both(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The cosines or sines of queries and of keys."""
@@ -363,8 +387,9 @@ class FusedAttention(CalledAsAttention, HasProducts):
         self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
     ) -> Rows:
         """Append to a program what `rows` computes; with `sampling` only for the rows that sample."""
-        if self._gate is not None and self._operations.ranks.shard.size > 1:
-            raise KernelArgumentError("x", "has only a rank's own gates, and programs gather what attention gives")
+        is_changed = self._gate is not None or self._norms.attended is not None
+        if is_changed and self._operations.ranks.shard.size > 1:
+            raise KernelArgumentError("x", "has only a rank's own heads, and programs gather what attention gives")
         queries, keys, values = self._ends
         qkv = self._qkv.record(program, x, self._qkv_bias, into="qkv")
         if (bound := self.rotation.bound) is not None:
@@ -374,10 +399,12 @@ class FusedAttention(CalledAsAttention, HasProducts):
         value = key if self._keys_are_values else qkv.columns(values, qkv.width)
         if self._gates is not None:
             gates = self._gates.record(program, x, None, into="gates")
-        query_norm, key_norm, value_norm = self._norms
+        query_norm, key_norm, value_norm, attended_norm = self._norms
         (query_cos, cos), (query_sin, sin) = self._recorded_angles_of_both(cos), self._recorded_angles_of_both(sin)
         if value_norm is not None:
             value = self._record_norm(program, value, value_norm, into="value")
+        if (factor := self.rotation.value_factor) != 1.0:
+            value = program.scale(value, factor, into="scaled value")
         if self._rotates_first and (self._has_gates_in_queries or query_cos is not cos):
             self._record_rotate(program, query, query_cos, query_sin)
             self._record_rotate(program, key, cos, sin)
@@ -395,6 +422,8 @@ class FusedAttention(CalledAsAttention, HasProducts):
         if self._gate is not None:
             gates = program.take_sampled(gates, into="sampled gates") if sampling else gates
             attended = program.multiply(attended, gates, self._gate.activation, into="gated attended")
+        if attended_norm is not None:
+            attended = attended_norm.record(program, attended, into="normed attended")
         return self._out.record(program, attended, self._out_bias, into=into)
 
     def _record_norm(self, program: Program, x: Rows, norm: AnyNorm, *, into: str) -> Rows:

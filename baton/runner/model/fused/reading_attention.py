@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts
+from baton.runner.adapters.adaptable import AdaptableProduct
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.operations import Operations
@@ -19,7 +19,7 @@ from baton.runner.model.fused.rows import AnyNorm
 from baton.runner.model.stored.layers import weight_of
 
 
-class ReadingAttention(CalledAsAttention, HasProducts):
+class ReadingAttention(CalledAsAttention):
     """Attention that computes queries alone, and attends to the keys and values of an earlier layer."""
 
     def __init__(

@@ -129,7 +129,7 @@ class FusedActivation(nn.Module):
 
 
 class FusedMlp(nn.Module, HasProducts):
-    """A gated MLP: down(act(gate(x)) * up(x))."""
+    """A gated MLP: down(act(gate(x)) * up(x)), or with a norm of the product that goes into the last one."""
 
     def __init__(
         self,
@@ -140,10 +140,13 @@ class FusedMlp(nn.Module, HasProducts):
         down_bias: torch.Tensor | None,
         activation: Activation,
         names: Sequence[str],
+        norm: AnyNorm | None = None,
     ) -> None:
-        """`names`: of the linear layers of the replaced module: of gate and up, or both in one, and of down."""
+        """`names`: of the linear layers of the replaced module: of gate and up, or both in one, and of down. `norm`: of
+        what down takes."""
         super().__init__()
         self._activation = activation
+        self._norm = norm
         n, k = gate.shape
         *inner, last = names
         modules = [(name, 2 * n // len(inner)) for name in inner]
@@ -157,10 +160,13 @@ class FusedMlp(nn.Module, HasProducts):
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, K] to [T, K]."""
-        return self._down.linear(self._gated.gated_linear(x, self._activation), self._bias)
+        inner = self._gated.gated_linear(x, self._activation)
+        return self._down.linear(inner if self._norm is None else self._norm.rows(inner), self._bias)
 
     def record(self, program: Program, x: Rows, *, into: str) -> Rows:
         inner = self._gated.record_gated(program, x, self._activation, into="inner")
+        if self._norm is not None:
+            inner = self._norm.record(program, inner, into="normed inner")
         return self._down.record(program, inner, self._bias, into=into)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

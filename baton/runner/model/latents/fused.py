@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts
+from baton.runner.adapters.adaptable import AdaptableProduct
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.programs.program import Program
@@ -55,7 +55,7 @@ class Parts(NamedTuple):
         return cls(down, norm, query, latent, latent_norm, out)
 
 
-class FusedLatentAttention(CalledAsAttention, HasProducts):
+class FusedLatentAttention(CalledAsAttention):
     """Latents, and the narrow rows of queries, in one product; then norms, rotation, attention, projection."""
 
     def __init__(

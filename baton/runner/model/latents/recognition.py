@@ -86,7 +86,7 @@ def _fused(
         fused = fused or FusedLatentAttention(operations, child.layer_idx, parts, heads, theirs.how)
         for kind in KINDS:
             fused.rotation = Rotation(kind, layout)
-            arranged = [fused.rotation.arranged(part[0]) for part in (cos, sin)]
+            arranged = fused.rotation.arranged(cos[0], sin[0])
             if kind != "none" and arranged[0].shape[1] != heads.shape.rotated:
                 continue
             ours = EchoAttention()

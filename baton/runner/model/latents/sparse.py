@@ -198,7 +198,7 @@ def _is_alike(
     operations: Operations,
 ) -> bool:
     """Whether the rows that a fused attention computes over a small cache agree with those of transformers."""
-    cos, sin = rotation.arranged(seen.cos), rotation.arranged(seen.sin)
+    cos, sin = rotation.arranged(seen.cos, seen.sin)
     if rotation.kind == "none" or cos.shape[1] != fused.kv_b_proj.shape.rotated:
         return False
     layout = KVLayout(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from baton.runner.backends.cpu.kernels.buffers import Rows
-from baton.runner.model.fused.attention import AngleLayout, Angles, QueryScale, cos_and_sin, whole_angles
+from baton.runner.model.fused.attention import Angles, Rotation, cos_and_sin, whole_angles
 from baton.runner.model.long_angles import LongAngles
 
 _PIECE = 1024
@@ -26,9 +26,9 @@ class AngleKind:
     rotary: nn.Module
     arguments: Mapping[str, Any]
     """What the rotary module is told besides rows and positions: the kind of the layer, for instance."""
-    layout: AngleLayout
-    query_scale: QueryScale | None = None
-    """If the layers multiply queries by position, how; then angles of queries follow those of keys."""
+    rotation: Rotation
+    """What the layers make of the angles (`Rotation.of_angles`); if they multiply queries by position, angles of
+    queries follow those of keys."""
 
 
 class RotaryTable:
@@ -39,8 +39,7 @@ class RotaryTable:
         self._rotary = kind.rotary
         self._arguments = kind.arguments
         self._like = like
-        self._layout = kind.layout
-        self._query_scale = kind.query_scale
+        self._rotation = kind.rotation
         self._longest = longest
         self._pieces: list[torch.Tensor] = []
         self._table = like
@@ -90,14 +89,15 @@ class RotaryTable:
 
     def _stacked(self, angles: Angles, at: torch.Tensor) -> torch.Tensor:
         """Cosines and sines [2, T, R] of what a rotary module gives for positions [T]."""
-        return torch.stack([whole_angles(part[0], self._layout, self._query_scale, at) for part in cos_and_sin(angles)])
+        cos, sin = cos_and_sin(angles)
+        return torch.stack(self._rotation.arranged(cos[0], sin[0], at))
 
     def _find_axes(self) -> torch.Tensor:
         """Find out which angles change with which of a position's three numbers."""
         at = torch.zeros(3, 1, 3, dtype=torch.int64, device=self._like.device)
         at[range(3), 0, range(3)] = 1
         given = self._rotary(self._like, at, **self._arguments)
-        _, sin = (whole_angles(angles[0], self._layout) for angles in cos_and_sin(given))
+        sin = whole_angles(cos_and_sin(given)[1][0], self._rotation.layout)
         # The sine of an angle is 0 in the rows whose position is 0 in the dimension that it follows.
         axes: torch.Tensor = (sin != 0).to(torch.int64).argmax(dim=0)
         return axes

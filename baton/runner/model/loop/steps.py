@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -129,11 +130,16 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """one * factor."""
+    """one * factor, or one / factor."""
 
     one: int
     gives: int
     factor: float
+    divides: bool = False
+
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows that the step gives, of the same shape."""
+        return rows / self.factor if self.divides else rows * self.factor
 
     @property
     def operands(self) -> tuple[int, ...]:
@@ -255,7 +261,8 @@ class Operation(Protocol):
         ...
 
     def record(self, recorded: RecordedRows, into: Rows | None) -> None:
-        """Append it to a program. `into`: the rows for the result of a norm; None: a scratch buffer.
+        """Append it to a program. `into`: the rows for the result of a norm, or of rows that are scaled; None: a
+        scratch buffer.
 
         Raises KernelArgumentError for what the kernels can't compute.
         """
@@ -434,17 +441,19 @@ class _ScaledOperation:
         self._drops = drops
 
     def run(self, step: StepRows) -> None:
-        step.rows[self._step.gives] = step.rows[self._step.one] * self._step.factor
+        step.rows[self._step.gives] = self._step.of(step.rows[self._step.one])
         _forget(step, self._drops)
 
     def record(self, recorded: RecordedRows, into: Rows | None) -> None:
-        own, program = self._step, recorded.program
+        own, scale = self._step, partial(recorded.program.scale, factor=self._step.factor, divides=self._step.divides)
         one = recorded.rows[own.one]
-        if own.one in self._drops and not recorded.is_of_product(own.one):
-            program.scale(one, own.factor, into=one)
+        if into is not None:
+            recorded.rows[own.gives] = scale(one, into=into)
+        elif own.one in self._drops and not recorded.is_of_product(own.one):
+            scale(one, into=one)
             recorded.replace(own.one, own.gives)
         else:
-            recorded.rows[own.gives] = program.scale(one, own.factor, into=recorded.for_sum(own.gives))
+            recorded.rows[own.gives] = scale(one, into=recorded.for_sum(own.gives))
         recorded.drop(self._drops)
 
 

@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import permutations, product
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
@@ -305,7 +305,7 @@ class LoopTrace:
         if found is None:
             raise NotAPlainDecoder(f"{name} takes angles of no rotary module")
         rotation = part.rotation if isinstance(part, CalledAsAttention) else Rotation("halves", "halves")
-        kind = AngleKind(found.rotary, found.arguments, rotation.layout, rotation.query_scale)
+        kind = AngleKind(found.rotary, found.arguments, rotation.of_angles)
         if kind not in self.angles:
             self.angles.append(kind)
         return self.angles.index(kind)
@@ -317,14 +317,20 @@ class LoopTrace:
         rows = _rows_of(out)
         if rows is None:
             raise NotAPlainDecoder(f"{name} gives no rows")
-        scaled = None if factor == 1.0 else self._explained_as_scaled(_flat(rows), factor)
+        scaled = None if factor == 1.0 else self._explained_as_scaled(_flat(rows), Scaled(0, 0, factor))
         self.result = self._explained(rows, f"{name} gives") if scaled is None else scaled
         self._rows = {self.result: self._rows[self.result]}
         self._is_done = is_end
 
     def _entered_head(self, _head: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._is_done:
-            self.result = self._explained(_tensors(args, kwargs)[0], "the head takes")
+            given = _tensors(args, kwargs)[0]
+            found = self._number_of(_flat(given))
+            if found is None:
+                scalings = (Scaled(0, 0, *both) for both in product(self._numbers, (False, True)))
+                scaled = (self._explained_as_scaled(_flat(given), scaling) for scaling in scalings)
+                found = next((number for number in scaled if number is not None), None)
+            self.result = self._explained(given, "the head takes") if found is None else found
 
     def _left_head(self, _head: nn.Module, _args: Any, _kwargs: Any, out: torch.Tensor) -> None:
         if not self._is_done:
@@ -371,20 +377,20 @@ class LoopTrace:
                 return number
         return None
 
-    def _explained_as_scaled(self, rows: torch.Tensor, factor: float) -> int | None:
-        """The number of rows that are known ones, or the sum of two, times a factor."""
+    def _explained_as_scaled(self, rows: torch.Tensor, scaled: Scaled) -> int | None:
+        """The number of rows that are known ones, or the sum of two, and `scaled`, whose numbers of rows are none."""
         alike = [number for number, known in self._rows.items() if known.shape == rows.shape]
-        found = next((one for one in alike if _equal(self._rows[one] * factor, rows)), None)
+        found = next((one for one in alike if _equal(scaled.of(self._rows[one]), rows)), None)
         if found is None:
             pairs = permutations(alike, 2)
-            sums = (pair for pair in pairs if _equal((self._rows[pair[0]] + self._rows[pair[1]]) * factor, rows))
+            sums = (pair for pair in pairs if _equal(scaled.of(self._rows[pair[0]] + self._rows[pair[1]]), rows))
             pair = next(sums, None)
             if pair is None:
                 return None
             found = self._add_sum(*pair, factor=1.0)
         number = self._add(rows)
         self._oldest[number] = self._oldest[found]
-        self.steps.append(Scaled(found, number, factor))
+        self.steps.append(replace(scaled, one=found, gives=number))
         return number
 
     def _explained_as_sum(self, rows: torch.Tensor) -> int | None:
@@ -414,8 +420,9 @@ class LoopTrace:
 
 
 def _numbers_of(config: Any) -> list[float]:
-    """The numbers of a configuration that may be factors."""
-    numbers = {float(value) for value in vars(config).values() if isinstance(value, int | float)}
+    """The numbers of a configuration that may be factors, those among them that it computes of others."""
+    computed = (getattr(config, name, None) for name, of in vars(type(config)).items() if isinstance(of, property))
+    numbers = {float(value) for value in (*vars(config).values(), *computed) if isinstance(value, int | float)}
     return sorted(number for number in numbers if math.isfinite(number) and number not in (0.0, 1.0))
 
 

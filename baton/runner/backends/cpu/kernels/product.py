@@ -27,6 +27,7 @@ NOT_GATED = 0
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu_squared": 5}
 CLAMP = 6
 SCALE = 7
+DIVIDE = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,9 @@ enum activation {
     ACTIVATION_GELU = 3,
     ACTIVATION_RELU = 4,
     ACTIVATION_RELU_SQUARED = 5,
-    ACTIVATION_CLAMP = 6, /* of activate_call alone, as the next one */
+    ACTIVATION_CLAMP = 6, /* of activate_call alone, as the next ones */
     ACTIVATION_SCALE = 7,
+    ACTIVATION_DIVIDE = 8,
 };
 /* library.py has the error message for each status. */
 enum status {
@@ -236,7 +237,7 @@ struct activate_call {
     size_t rows, columns, x_stride, rows_per_task;
     int activation; /* enum activation */
     float bound;    /* with ACTIVATION_CLAMP: numbers above it become it, and those below its opposite that */
-    float factor;   /* with ACTIVATION_SCALE: what numbers are multiplied with */
+    float factor;   /* what numbers are multiplied with, or with ACTIVATION_DIVIDE divided by */
 };
 
 /* one + other * factor; the product is rounded, and then the sum. */

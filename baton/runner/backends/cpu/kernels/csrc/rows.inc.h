@@ -170,6 +170,8 @@ INLINE void activate_rows(const enum dtype dtype, const struct activate_call *ca
                 x = v_min(v_set1(call->bound), v_max(v_set1(-call->bound), x)); /* NaN passes */
             else if (call->activation == ACTIVATION_SCALE)
                 x = v_mul(x, v_set1(call->factor));
+            else if (call->activation == ACTIVATION_DIVIDE)
+                x = v_div(x, v_set1(call->factor));
             else
                 x = v_activate((enum activation)call->activation, x);
             store_lanes(dtype, call->out, row * call->columns + i, count, x);

@@ -17,7 +17,7 @@ from baton.runner.backends.cpu.kernels.call_structs import (
 )
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.library import DTYPES
-from baton.runner.backends.cpu.kernels.product import CLAMP, SCALE, Activation
+from baton.runner.backends.cpu.kernels.product import CLAMP, DIVIDE, SCALE, Activation
 from baton.runner.backends.cpu.kernels.programs.recording import Recording
 from baton.runner.backends.cpu.kernels.rows import (
     NO_LIMITS,
@@ -128,10 +128,11 @@ class RowRecording(Recording):
         self._record(OperationKind.ACTIVATE, x, Call(activate=call), out=out)
         return out
 
-    def scale(self, x: Rows, factor: float, *, into: str | Rows) -> Rows:
-        """Record x * factor, rounded once; `into` may be x."""
+    def scale(self, x: Rows, factor: float, *, divides: bool = False, into: str | Rows) -> Rows:
+        """Record x * factor, or with `divides` x / factor, rounded once; `into` may be x."""
         out = self._out(into, x.width, x.sampled)
-        call = ActivateCall(columns=x.width, x_stride=x.stride, activation=SCALE, factor=factor)
+        activation = DIVIDE if divides else SCALE
+        call = ActivateCall(columns=x.width, x_stride=x.stride, activation=activation, factor=factor)
         self._record(OperationKind.ACTIVATE, x, Call(activate=call), out=out)
         return out
 

@@ -180,13 +180,14 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
     **LISTED_TYPES,
     **{f"{name}+windows": config for name, config in WITH_WINDOWS.items()},
     **{f"gemma4_text+{name}": config for name, config in GEMMA4_MODELS.items()},
+    "falcon_h1+plain gates": {**LISTED_TYPES["falcon_h1"], "mamba_rms_norm": False, "ssm_out_multiplier": 1.0},
 }
 """By the type, and behind a plus what is special about this model of it."""
 
 WITHOUT_OWN_LOOP = {
     *("minicpm3", "longcat_flash"),  # rows that are scaled for the head, two attentions a layer
     *("bitnet", "jetmoe", "mimo_v2_flash", "nanochat"),  # other norms, other heads of values
-    *("bailing_hybrid", "falcon_h1", "falcon_mamba", "jamba", "mamba", "zamba2"),  # states
+    *("bailing_hybrid", "falcon_mamba", "jamba", "mamba", "zamba2"),  # states
     "mamba2",  # sums in float32
     *("gemma3n_text", "llama4_text"),  # rows of each layer, positions in the attention
     "gemma4_text+mixture",  # a router beside the MLP

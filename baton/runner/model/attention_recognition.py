@@ -286,9 +286,11 @@ def _rotation(
         given = given.view(len(x), heads[0], 3, -1).transpose(1, 2).flatten(1, 2)
     rows = (given[:, : heads[0]], given[:, heads[0] : heads[0] + heads[1]])
     factors = (1.0, *(number for number in vars(child).values() if isinstance(number, float) and number > 0.0))
-    kinds = product(_query_scales(child), dict.fromkeys(factors), KINDS, (False, True))
-    for scale, factor, kind, norms_last in kinds:
-        rotation = Rotation(kind, probe.layout, norms_last, factor, bound, scale)
+    # Layers that share keys take them as they are in the cache.
+    of_both = product(dict.fromkeys(factors), dict.fromkeys(factors) if probe.shared.given is None else (1.0,))
+    kinds = product(_query_scales(child), of_both, KINDS, (False, True))
+    for scale, both, kind, norms_last in kinds:
+        rotation = Rotation(kind, probe.layout, norms_last, both[0], bound, scale, both[1])
         of_keys = [rotation.arranged(angles[0], probe_places(len(x))) for angles in (probe.cos, probe.sin)]
         of_queries = of_keys
         if scale is not None:
@@ -298,7 +300,7 @@ def _rotation(
             continue
         if scale is not None and (kind == "none" or norms_last or width != heads[2]):
             continue
-        parts = zip(rows, norms, (of_queries, of_keys), (factor, 1.0), strict=False)
+        parts = zip(rows, norms, (of_queries, of_keys), both, strict=False)
         turned = (_turned(part, norm, rotation, angles) * times for part, norm, angles, times in parts)
         if all(_agree_in_parts(*both) for both in zip(expected, turned, strict=False)):
             return rotation
@@ -351,7 +353,7 @@ def _same_reading(probe: _Probe, fused: ReadingAttention) -> bool:
 
 def _echo_of(probe: _Probe, fused: FusedAttention | ReadingAttention) -> tuple[EchoAttention, torch.Tensor]:
     """What a fused module passes to attention, and what it computes of the echo."""
-    echo = EchoAttention(fused.rotation.query_factor)
+    echo = EchoAttention(fused.rotation.query_factor, fused.rotation.key_factor)
     object.__setattr__(fused, "baton_attend", echo)
     places = probe_places(probe.x.shape[1])
     cos, sin = (fused.rotation.arranged(angles[0], places) for angles in (probe.cos, probe.sin))

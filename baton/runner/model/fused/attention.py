@@ -68,6 +68,8 @@ class Rotation:
     """What queries, keys and values are before anything else if they exceed it, in either direction; None: they may."""
     query_scale: QueryScale | None = None
     """How queries are multiplied by position, if all columns of heads are rotated; None: they are not."""
+    key_factor: float = 1.0
+    """What the model multiplies keys with, which the cache has without it: it is part of attention's scale, too."""
 
     def arranged(self, angles: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Cosines or sines [T, R] with two equal halves, as the operations take them, from those of the model.
@@ -194,7 +196,8 @@ class FusedAttention(CalledAsAttention, HasProducts):
         self._shared: tuple[torch.Tensor, torch.Tensor] | None = None
         self._gate = gate
         self._has_gates_in_queries = gate is not None and gate.in_queries
-        self._how = of_own_heads(replace(how, scale=how.scale * rotation.query_factor), self.own_heads)
+        scale = how.scale * rotation.query_factor * rotation.key_factor
+        self._how = of_own_heads(replace(how, scale=scale), self.own_heads)
         self.how = how
         """The parameters of the whole layer."""
         own_rows = self._rows_by_head() if given.by_head else self._own_rows(num_heads, num_kv_heads)

@@ -129,7 +129,7 @@ class FusedActivation(nn.Module):
 
 
 class FusedMlp(nn.Module, HasProducts):
-    """A gated MLP: down(act(gate(x)) * up(x))."""
+    """A gated MLP: down(act(gate(x)) * up(x)), or down(act(gate(x) * one) * up(x)) * other."""
 
     def __init__(
         self,
@@ -140,16 +140,20 @@ class FusedMlp(nn.Module, HasProducts):
         down_bias: torch.Tensor | None,
         activation: Activation,
         names: Sequence[str],
+        factors: tuple[float, float] = (1.0, 1.0),
     ) -> None:
-        """`names`: of the linear layers of the replaced module: of gate and up, or both in one, and of down."""
+        """`names`: of the linear layers of the replaced module: of gate and up, or both in one, and of down. `factors`:
+        of what the gate gives, and of the result."""
         super().__init__()
+        # The gate's factor is one of x: then `up` has it, too, and what goes into `down` must be divided by it.
+        self._of_x, self._of_inner = factors[0], factors[1] / factors[0]
         self._activation = activation
         n, k = gate.shape
         *inner, last = names
         modules = [(name, 2 * n // len(inner)) for name in inner]
         self._gated = AdaptableProduct(operations, operations.pack_gated(gate, up), k, modules)
         self._down = AdaptableProduct.of_layer(operations, last, down)
-        self._bias = None if down_bias is None else down_bias.detach().clone()
+        self._bias = None if down_bias is None else down_bias.detach() * factors[1]
 
     @property
     def products(self) -> Sequence[AdaptableProduct]:
@@ -157,10 +161,14 @@ class FusedMlp(nn.Module, HasProducts):
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, K] to [T, K]."""
-        return self._down.linear(self._gated.gated_linear(x, self._activation), self._bias)
+        x = x if self._of_x == 1.0 else x * self._of_x
+        inner = self._gated.gated_linear(x, self._activation)
+        return self._down.linear(inner if self._of_inner == 1.0 else inner * self._of_inner, self._bias)
 
     def record(self, program: Program, x: Rows, *, into: str) -> Rows:
+        x = x if self._of_x == 1.0 else program.scale(x, self._of_x, into="scaled input")
         inner = self._gated.record_gated(program, x, self._activation, into="inner")
+        inner = inner if self._of_inner == 1.0 else program.scale(inner, self._of_inner, into="scaled inner")
         return self._down.record(program, inner, self._bias, into=into)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

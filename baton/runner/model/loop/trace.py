@@ -116,6 +116,8 @@ class LoopTrace:
         self._numbers = _numbers_of(module.config)
         self._factors = [1.0]
         """The factors of sums so far, which are tried before all numbers."""
+        self._of_layers: list[float] = []
+        """The numbers that layers have, and may multiply each of their parts' rows with."""
         self._rows: dict[int, torch.Tensor] = {}
         """The rows that steps may be given, each [T, N]: those since the last layer's end."""
         self._oldest: dict[int, int] = {}
@@ -157,7 +159,8 @@ class LoopTrace:
             raise NotAPlainDecoder(f"{type(module).__name__} has no head")
         base = next(part for part in module.modules() if any(child is layers for child in part.children()))
         own = [layer for layer in layers if not isinstance(layer, OtherLayer)]
-        self._numbers = sorted({*self._numbers, *(number for layer in own for number in _factors_of(layer))})
+        self._of_layers = sorted({number for layer in own for number in _factors_of(layer)})
+        self._numbers = sorted({*self._numbers, *self._of_layers})
         received = next((layer for layer in layers if isinstance(layer, ReceivedRows)), None)
         with ExitStack() as hooks:
 
@@ -314,7 +317,7 @@ class LoopTrace:
         return next((number for number, known in self._rows.items() if _equal(known, rows)), None)
 
     def _explained(self, given: torch.Tensor, what: str) -> int:
-        """The number of rows [..., N], which are known or become so by a sum of known ones."""
+        """The number of rows [..., N], which are known or become so by a sum or a product of known ones."""
         rows = _flat(given)
         number = self._number_of(rows)
         if number is None and self._count == 1:
@@ -323,6 +326,11 @@ class LoopTrace:
             number = self._explained_by_inputs(rows)
         if number is None:
             number = self._explained_as_sum(rows)
+        if number is None:
+            scaled = (self._explained_as_scaled(rows, factor) for factor in self._of_layers)
+            number = next((found for found in scaled if found is not None), None)
+        if number is None:
+            number = self._explained_as_sum_of_scaled(rows)
         if number is None:
             raise NotAPlainDecoder(f"{what} rows that are no sum of those before them")
         return number
@@ -362,10 +370,29 @@ class LoopTrace:
             if pair is None:
                 return None
             found = self._add_sum(*pair, factor=1.0)
-        number = self._add(rows)
-        self._oldest[number] = self._oldest[found]
-        self.steps.append(Scaled(found, number, factor))
+        return self._add_scaled(found, factor)
+
+    def _add_scaled(self, one: int, factor: float) -> int:
+        number = self._add(self._rows[one] * factor)
+        self._oldest[number] = self._oldest[one]
+        self.steps.append(Scaled(one, number, factor))
         return number
+
+    def _explained_as_sum_of_scaled(self, rows: torch.Tensor) -> int | None:
+        """The number of rows that are known ones plus the sum of two others, each or one of them times a number."""
+        alike = [number for number, known in self._rows.items() if known.shape == rows.shape]
+        pairs = product((1.0, *self._of_layers), self._of_layers)
+        for factors, (one, *others) in product(pairs, permutations(alike, 3)):
+            sums = (self._sum_of_scaled(one, others, factors, count) for count in (_FEW, len(rows)))
+            if all(_equal(total, rows[: len(total)]) for total in sums):
+                first = others[0] if factors[0] == 1.0 else self._add_scaled(others[0], factors[0])
+                return self._add_sum(one, self._add_sum(first, others[1], factor=factors[1]), factor=1.0)
+        return None
+
+    def _sum_of_scaled(self, one: int, others: Sequence[int], factors: Sequence[float], count: int) -> torch.Tensor:
+        """The first rows of one + (the sum of the others, each times its factor)."""
+        parts = (self._rows[number][:count] * factor for number, factor in zip(others, factors, strict=True))
+        return self._rows[one][:count] + reduce(torch.add, parts)
 
     def _explained_as_sum(self, rows: torch.Tensor) -> int | None:
         alike = [number for number, known in self._rows.items() if known.shape == rows.shape]

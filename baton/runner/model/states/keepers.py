@@ -256,10 +256,12 @@ class EchoStates:
 
     def __init__(self) -> None:
         self.seen: list[tuple[torch.Tensor, ...]] = []
-        """What layers have asked with, each time: rows and the weight, or the rows of a recurrence."""
+        """What layers have asked with, each time: rows times the weight, or the rows of a recurrence."""
 
     def convolve(self, layer: int, rows: torch.Tensor, by: Convolution) -> torch.Tensor:
-        self.seen.append((rows.clone(), by.weight, *(() if by.bias is None else (by.bias,))))
+        # A factor of rows may as well be one of the weight.
+        taps = rows.float()[..., None] * by.weight.float()
+        self.seen.append((taps, *(() if by.bias is None else (by.bias,))))
         out = rows.float() * by.weight[:, -1].float()
         out = out if by.bias is None else out + by.bias.float()
         return (functional.silu(out) if by.activation else out).to(rows.dtype)

@@ -6,10 +6,10 @@ A candidate has the parts of such a layer; what it computes of some rows, and wh
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import accumulate, product
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +19,10 @@ from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.programs.program import Program
-from baton.runner.backends.cpu.kernels.rows import NO_LIMITS, GateActivation, GateFunction
+from baton.runner.backends.cpu.kernels.rows import NO_LIMITS
 from baton.runner.backends.operations import Operations
-from baton.runner.backends.torch_states import gated_rms_norm
 from baton.runner.backends.weight_rows import rows_in
+from baton.runner.model.states.gates import DecayGate, GatedNorm, PlainGate
 from baton.runner.model.states.keepers import (
     DELTA_RULE_NORM_EPS,
     Convolution,
@@ -88,9 +88,9 @@ class StateMixer(nn.Module, HasProducts):
 
 
 class GatedStateMixer(StateMixer):
-    """A mixer whose recurrence's outputs are gated and normed before the last product."""
+    """A mixer whose recurrence's outputs are gated, and mostly normed, before the last product."""
 
-    _norm: GatedNorm
+    _norm: GatedNorm | PlainGate
     _out_bias: torch.Tensor | None
 
     def _finished(
@@ -166,62 +166,6 @@ class DeltaNetParts(NamedTuple):
         """The module's own parts."""
         parts = (*self.inputs, *self.behind.values(), "conv1d", self.norm, self.out)
         return {part.partition(".")[0] for part in parts}
-
-
-class GatedNorm(NamedTuple):
-    """A root mean square norm of groups of columns, and a gate."""
-
-    weight: torch.Tensor
-    """[columns of a group], or [groups, columns of a group]."""
-    eps: float
-    activation: GateActivation
-    gate_first: bool
-
-    @classmethod
-    def of(cls, norm: Any, num_groups: Iterable[int] = (1,)) -> GatedNorm:
-        """What a module computes of rows and gates; `num_groups`: how many groups there may be.
-
-        Raises TypeError for one that computes something else.
-        """
-        weight, eps = norm.weight.detach(), norm.variance_epsilon
-        x, by = torch.randn(2, 5, len(weight), dtype=torch.float32, generator=torch.Generator().manual_seed(0))
-        expected = copy.deepcopy(norm).cpu().float()(x, by)
-        activations: tuple[GateActivation, ...] = ("silu", "sigmoid")
-        for groups, activation, gate_first in product(num_groups, activations, (True, False)):
-            of_groups = weight.view(groups, -1).clone()
-            rows, gates = (part.view(len(x), groups, -1) for part in (x, by))
-            own = gated_rms_norm(rows, gates, of_groups.cpu().float(), eps, activation, gate_first=gate_first)
-            if torch.allclose(own.view(x.shape), expected, rtol=1e-4, atol=1e-5):
-                return cls(of_groups[0] if groups == 1 else of_groups, eps, activation, gate_first)
-        raise TypeError(f"{type(norm).__name__} is no norm with a gate")
-
-    def rows(self, operations: Operations, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-        """The norm of rows of groups, x [T, ...] to [T, W], gated by as many columns."""
-        x, by = (rows.view(len(rows), -1, self.weight.shape[-1]) for rows in (x, by))
-        return operations.gated_rms_norm(
-            x, by, self.weight, self.eps, self.activation, gate_first=self.gate_first
-        ).flatten(1)
-
-    def record(self, program: Program, x: Rows, by: Rows, *, into: str) -> Rows:
-        """Append to a program what `rows` computes."""
-        return program.gated_rms_norm(
-            x, by, self.weight, self.eps, self.activation, gate_first=self.gate_first, into=into
-        )
-
-
-class DecayGate(NamedTuple):
-    """How steps become logarithms of decay: factor * function(step * scale)."""
-
-    function: GateFunction
-    scale: torch.Tensor | None
-    factor: torch.Tensor
-
-    @classmethod
-    def of(cls, part: Any, rates: torch.Tensor) -> DecayGate:
-        """What a part computes whose rates [N] are given: if it has a lower bound, that many times a sigmoid."""
-        if getattr(part, "safe_gate", False):
-            return cls("sigmoid", rates, torch.full_like(rates, part.lower_bound))
-        return cls("softplus", None, -rates)
 
 
 class GatedDeltaNet(GatedStateMixer):
@@ -330,7 +274,11 @@ class GatedDeltaNet(GatedStateMixer):
 
 class Mamba2(GatedStateMixer):
     """Mamba-2 (arXiv 2405.21060): values, keys and queries are convolved, and the outputs of the recurrence, which has
-    one step of each head for decay and values, gated and normed."""
+    one step of each head for decay and values, gated and normed, or only gated.
+
+    What the first product takes may be multiplied by a number, and each column that it gives by one, as in Falcon-H1.
+    Here its input is multiplied by as much as makes the gates right; the rest is part of the convolution and the steps.
+    """
 
     def __init__(self, operations: Operations, child: Any) -> None:
         super().__init__(operations, child.layer_idx)
@@ -344,7 +292,24 @@ class Mamba2(GatedStateMixer):
         self._step_limits = float(low), float(high)
         self._decay = -child.A_log.detach().float().exp()
         self._skip = child.D.detach().float()
-        self._norm = GatedNorm.of(child.norm, {1, self._groups})
+        self._norm = PlainGate() if isinstance(child.norm, nn.Identity) else GatedNorm.of(child.norm, {1, self._groups})
+        self._input_factor = 1.0
+        self._step_scale: torch.Tensor | None = None
+        if (factors := getattr(child, "mup_vector", None)) is not None:
+            self._multiply(factors.detach().float().flatten(), child.ssm_in_multiplier)
+
+    def _multiply(self, factors: torch.Tensor, input_factor: float) -> None:
+        """Multiply the first product's input by a number, and its columns by `factors`, whose gates have all the same
+        one."""
+        of_gates = float(factors[0])
+        self._input_factor = input_factor * of_gates
+        if self._in_bias is not None:
+            self._in_bias = self._in_bias * of_gates
+        _, values = self._widths
+        rest = factors / of_gates
+        mixed, self._step_scale = rest[values : -self._heads], rest[-self._heads :]
+        self._by = replace(self._by, weight=self._by.weight * mixed[:, None])
+        self._step_bias = self._step_bias / self._step_scale
 
     @property
     def _widths(self) -> tuple[int, int]:
@@ -355,12 +320,13 @@ class Mamba2(GatedStateMixer):
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
     ) -> torch.Tensor:
         keys, values = self._widths
-        made = self._in.linear(x, self._in_bias)
+        given = x if self._input_factor == 1.0 else x * self._input_factor
+        made = self._in.linear(given, self._in_bias)
         gate, mixed, step = torch.split(made, [values, values + 2 * keys, self._heads], dim=-1)
         convolved = self.baton_attend.states.convolve(self.layer_idx, mixed, self._by)
         value, key, query = torch.split(convolved, [values, keys, keys], dim=-1)
         decay, beta = (
-            self._operations.gate(step, "softplus", self._step_bias, factor, self._step_limits)
+            self._operations.gate(step, "softplus", self._step_bias, factor, self._step_limits, self._step_scale)
             for factor in (self._decay, None)
         )
         rows = RecurrentRows(
@@ -381,12 +347,14 @@ class Mamba2(GatedStateMixer):
         self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: HasPagedStates, *, sampling: bool, into: str
     ) -> Rows:
         keys, values = self._widths
-        made = self._in.record(program, x, self._in_bias, into="state input")
+        given = x if self._input_factor == 1.0 else program.scale(x, self._input_factor, into="scaled input")
+        made = self._in.record(program, given, self._in_bias, into="state input")
         gate, mixed, step = _columns(made, values, values + 2 * keys, self._heads)
         convolved = paged.states.record_convolution(program, self.layer_idx, mixed, self._by, into="convolved")
         value, key, query = _columns(convolved, values, keys, keys)
+        bias, limits, scale = self._step_bias, self._step_limits, self._step_scale
         decay, beta = (
-            program.gate(step, "softplus", self._step_bias, factor, self._step_limits, into=into_gates)
+            program.gate(step, "softplus", bias, factor, limits, scale, into=into_gates)
             for factor, into_gates in ((self._decay, "decay"), (None, "beta"))
         )
         rows = RecordedRows(query, key, value, decay, beta)

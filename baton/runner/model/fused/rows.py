@@ -45,15 +45,17 @@ class FusedNorm(nn.Module):
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of x [..., N], which may be wider than the weight: the residual of mamba2 is float32."""
-        weight = self.rms_weight if x.dtype == self.rms_weight.dtype else self.rms_weight.to(x.dtype)
-        return self._compute(x, weight, self.eps, plus_one=self.plus_one)
+        return self._compute(x, self._weight_in(x.dtype), self.eps, plus_one=self.plus_one)
+
+    def _weight_in(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.rms_weight if dtype == self.rms_weight.dtype else self.rms_weight.to(dtype)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum x + residual, and the norm of that sum."""
         return self._add_compute(x, residual, self.rms_weight, self.eps, plus_one=self.plus_one)
 
     def record(self, program: Program, x: Rows, *, into: str | Rows) -> Rows:
-        return program.rms_norm(x, self.rms_weight, self.eps, plus_one=self.plus_one, into=into)
+        return program.rms_norm(x, self._weight_in(x.dtype), self.eps, plus_one=self.plus_one, into=into)
 
     def record_add(self, program: Program, x: Rows, residual: Rows, *, into: str | Rows) -> Rows:
         """Append the norm of x + residual to a program; the sum replaces the residual in its buffer."""

@@ -30,6 +30,7 @@ from baton.runner.model.loop.steps import (
     FUSED_NORMS,
     FUSED_PARTS,
     Call,
+    Converted,
     Mixer,
     Reader,
     Scaled,
@@ -108,7 +109,7 @@ class LoopTrace:
         self.width = 0
         """The width of those rows."""
         self.dtype = torch.float32
-        """The dtype of all rows."""
+        """The dtype of rows, of which those that are only added to may be float32."""
         self.logits_map = LogitsMap()
         """How the logits follow from the head's output."""
         self._module = module
@@ -250,8 +251,8 @@ class LoopTrace:
             raise NotAPlainDecoder(f"{name} takes or gives no rows")
         if self._number_of(_flat(gives)) is not None or _equal(_flat(given[0]), _flat(gives)):
             return  # dropout, which leaves rows as they are
-        if gives.dtype != self.dtype:
-            raise NotAPlainDecoder(f"{name} gives {gives.dtype}, and the embedding {self.dtype}")
+        if gives.dtype != given[0].dtype:
+            raise NotAPlainDecoder(f"{name} gives {gives.dtype} and takes {given[0].dtype}")
         is_mixer = isinstance(part, Mixer | Reader)
         if not is_mixer and self._num_seen > self._num_mixed:
             raise NotAPlainDecoder(f"{name} is a {type(part).__name__}, no FusedAttention")
@@ -325,6 +326,8 @@ class LoopTrace:
         if number is None and self.layer_inputs is not None and rows.shape[1] == self.layer_inputs.layer_width:
             number = self._explained_by_inputs(rows)
         if number is None:
+            number = self._explained_as_converted(rows)
+        if number is None:
             number = self._explained_as_sum(rows)
         if number is None:
             scaled = (self._explained_as_scaled(rows, factor) for factor in self._of_layers)
@@ -345,6 +348,18 @@ class LoopTrace:
                 self._rows[0] = rows.clone()
                 return 0
         return None
+
+    def _explained_as_converted(self, rows: torch.Tensor) -> int | None:
+        """The number of rows that are known ones in another dtype."""
+        others = (number for number, known in self._rows.items() if known.dtype != rows.dtype)
+        found = next((number for number in others if _equal(self._rows[number].to(rows.dtype), rows)), None)
+        return None if found is None else self._add_converted(found, rows.dtype)
+
+    def _add_converted(self, one: int, dtype: torch.dtype) -> int:
+        number = self._add(self._rows[one].to(dtype))
+        self._oldest[number] = self._oldest[one]
+        self.steps.append(Converted(one, number, dtype))
+        return number
 
     def _explained_by_inputs(self, rows: torch.Tensor) -> int | None:
         """The number of rows [T, N] that are known ones times the columns of a layer's input."""
@@ -404,6 +419,10 @@ class LoopTrace:
                         self._factors.append(factor)
                     other = others[0] if len(others) == 1 else self._add_sum(*others, factor=1.0)
                     return self._add_sum(one, other, factor=factor)
+        if rows.dtype == torch.float32:
+            for one, other in permutations(alike, 2):
+                if self._rows[one].dtype != rows.dtype and _equal(self._rows[one].float() + self._rows[other], rows):
+                    return self._add_sum(self._add_converted(one, rows.dtype), other, factor=1.0)
         return None
 
     def _sum(self, one: int, others: Sequence[int], factor: float, count: int) -> torch.Tensor:
@@ -416,7 +435,8 @@ class LoopTrace:
             one, other = sorted((one, other), key=lambda number: self._oldest[number])
         number = self._add(self._sum(one, (other,), factor, len(self._rows[one])))
         self._oldest[number] = min(self._oldest[one], self._oldest[other])
-        self.steps.append(Sum(one, other, number, factor))
+        is_wide = self._rows[one].dtype != self._rows[other].dtype
+        self.steps.append(Sum(one, other, number, factor, is_wide))
         return number
 
 

@@ -97,6 +97,7 @@ class GateKind(IntEnum):
     SOFTPLUS = 0
     SIGMOID = 1
     PLAIN = 2
+    NARROWED = 3
 
 
 class GateCall(ctypes.Structure):

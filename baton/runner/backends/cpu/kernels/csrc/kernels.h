@@ -155,10 +155,11 @@ struct norm_call {
 };
 
 /* Gates in float32: factor * function((x + bias) * scale), where the function's values are kept within limits. */
-enum gate_function { GATE_SOFTPLUS, GATE_SIGMOID, GATE_PLAIN }; /* ln(1 + e^x); GATE_PLAIN: x itself, which is widened */
+/* ln(1 + e^x); GATE_PLAIN: x itself, which is widened; GATE_NARROWED: x, which is float32, rounded to the dtype of other x */
+enum gate_function { GATE_SOFTPLUS, GATE_SIGMOID, GATE_PLAIN, GATE_NARROWED };
 struct gate_call {
     const void *x;              /* [rows, columns]; x_stride: elements from row to row */
-    float *out;                 /* [rows, columns]; out_stride: elements from row to row */
+    void *out;                  /* float32 [rows, columns]; out_stride: elements from row to row */
     const float *bias, *scale, *factor; /* [columns] or NULL */
     size_t rows, columns, x_stride, out_stride, rows_per_task;
     float low, high;

@@ -189,6 +189,7 @@ static const struct layout_entry layout[] = {
 
     VALUE("gate_function", "SOFTPLUS", GATE_SOFTPLUS), VALUE("gate_function", "SIGMOID", GATE_SIGMOID),
     VALUE("gate_function", "PLAIN", GATE_PLAIN),
+    VALUE("gate_function", "NARROWED", GATE_NARROWED),
 
     VALUE("routing_scores", "SOFTMAX", SCORES_SOFTMAX), VALUE("routing_scores", "SIGMOID", SCORES_SIGMOID),
     VALUE("routing_scores", "SOFTMAX_OF_CHOSEN", SCORES_SOFTMAX_OF_CHOSEN),

@@ -187,7 +187,7 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
 WITHOUT_OWN_LOOP = {
     *("minicpm3", "longcat_flash"),  # rows that are scaled for the head, two attentions a layer
     *("bitnet", "jetmoe", "mimo_v2_flash", "nanochat"),  # other norms, other heads of values
-    *("bailing_hybrid", "falcon_mamba", "jamba", "mamba", "zamba2"),  # states
+    *("bailing_hybrid", "zamba2"),  # states
     *("gemma3n_text", "llama4_text"),  # rows of each layer, positions in the attention
     "gemma4_text+mixture",  # a router beside the MLP
 }

@@ -34,7 +34,8 @@ from baton.runner.model.comparison import (
 from baton.runner.model.fused.attention import CalledAsAttention
 from baton.runner.model.fused.rows import FusedActivation, FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp
 from baton.runner.model.states.layer_functions import keep_states_in_cache
-from baton.runner.model.states.mixers import StateMixer, state_mixer_of
+from baton.runner.model.states.mixers import StateMixer
+from baton.runner.model.states.recognition import state_mixer_of
 from baton.runner.model.stored.layers import (
     StoredLinear,
     forget_weights,

@@ -6,9 +6,8 @@ A candidate has the parts of such a layer; what it computes of some rows, and wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -120,7 +119,7 @@ class ShortConvolution(StateMixer):
         super().__init__(operations, child.layer_idx)
         self._in, self._in_bias = self._product(("in_proj", child.in_proj))
         self._out, self._out_bias = self._product(("out_proj", child.out_proj))
-        self._by = _filter_of(child.conv, None)
+        self._by = filter_of(child.conv, None)
 
     def rows(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
@@ -137,7 +136,7 @@ class ShortConvolution(StateMixer):
         self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: HasPagedStates, *, sampling: bool, into: str
     ) -> Rows:
         made = self._in.record(program, x, self._in_bias, into="state input")
-        before, behind, rows = _columns(made, *[made.width // 3] * 3)
+        before, behind, rows = columns_of(made, *[made.width // 3] * 3)
         rows = program.multiply(before, rows, None, into="convolution input")
         convolved = paged.states.record_convolution(program, self.layer_idx, rows, self._by, into="convolved")
         out = program.multiply(behind, convolved, None, into="gated")
@@ -197,7 +196,7 @@ class GatedDeltaNet(GatedStateMixer):
         self._in, self._in_bias = self._product(*given, order=order)
         self._behind = {part: self._product((name, linear[name])) for part, name in parts.behind.items()}
         self._out, self._out_bias = self._product((parts.out, linear[parts.out]))
-        self._by = _filter_of(child.conv1d, "silu")
+        self._by = filter_of(child.conv1d, "silu")
         of_decay = child.get_submodule(parts.decay)
         self._step_bias = of_decay.dt_bias.detach().float()
         rates = of_decay.A_log.detach().float().exp().flatten()
@@ -252,7 +251,7 @@ class GatedDeltaNet(GatedStateMixer):
         (groups, heads), (key_dim, value_dim) = self._heads, self._dims
         keys, values = groups * key_dim, heads * value_dim
         made = self._in.record(program, x, self._in_bias, into="state input")
-        mixed, gate, beta, step = _columns(made, *self._widths)
+        mixed, gate, beta, step = columns_of(made, *self._widths)
         gate, step = (
             self._behind[part][0].record(program, rows, self._behind[part][1], into=f"state input {part}")
             if part in self._behind
@@ -260,7 +259,7 @@ class GatedDeltaNet(GatedStateMixer):
             for part, rows in (("z", gate), ("a", step))
         )
         convolved = paged.states.record_convolution(program, self.layer_idx, mixed, self._by, into="convolved")
-        query, key, value = _columns(convolved, keys, keys, values)
+        query, key, value = columns_of(convolved, keys, keys, values)
         limits, (function, scale, factor) = NO_LIMITS, self._decay
         decay = program.gate(step, function, self._step_bias, factor, limits, scale, into="decay")
         rows = RecordedRows(
@@ -284,7 +283,7 @@ class Mamba2(GatedStateMixer):
         super().__init__(operations, child.layer_idx)
         self._in, self._in_bias = self._product(("in_proj", child.in_proj))
         self._out, self._out_bias = self._product(("out_proj", child.out_proj))
-        self._by = _filter_of(child.conv1d, "silu")
+        self._by = filter_of(child.conv1d, "silu")
         self._groups, self._heads = child.n_groups, child.num_heads
         self._dims = child.ssm_state_size, child.head_dim
         self._step_bias = child.dt_bias.detach().float()
@@ -349,9 +348,9 @@ class Mamba2(GatedStateMixer):
         keys, values = self._widths
         given = x if self._input_factor == 1.0 else program.scale(x, self._input_factor, into="scaled input")
         made = self._in.record(program, given, self._in_bias, into="state input")
-        gate, mixed, step = _columns(made, values, values + 2 * keys, self._heads)
+        gate, mixed, step = columns_of(made, values, values + 2 * keys, self._heads)
         convolved = paged.states.record_convolution(program, self.layer_idx, mixed, self._by, into="convolved")
-        value, key, query = _columns(convolved, values, keys, keys)
+        value, key, query = columns_of(convolved, values, keys, keys)
         bias, limits, scale = self._step_bias, self._step_limits, self._step_scale
         decay, beta = (
             program.gate(step, "softplus", bias, factor, limits, scale, into=into_gates)
@@ -364,13 +363,13 @@ class Mamba2(GatedStateMixer):
         return self._record_finished(program, out, gate, sampling=sampling, into=into)
 
 
-def _columns(rows: Rows, *widths: int) -> list[Rows]:
+def columns_of(rows: Rows, *widths: int) -> list[Rows]:
     """Rows of so many columns each, one behind the other."""
     ends = list(accumulate(widths))
     return [rows.columns(end - width, end) for width, end in zip(widths, ends, strict=True)]
 
 
-def _filter_of(conv: nn.Conv1d, activation: Any) -> Convolution:
+def filter_of(conv: nn.Conv1d, activation: Any) -> Convolution:
     weight = conv.weight.detach().squeeze(1).float().contiguous()
     bias = None if conv.bias is None else conv.bias.detach().float()
     return Convolution(weight, bias, activation, weight.shape[0])
@@ -390,57 +389,3 @@ def _part_by_part(widths: Sequence[Sequence[int]], groups: int) -> list[range]:
             order += [range(start, start + width) for start in starts]
         first = behind
     return order
-
-
-_DELTA_NETS = (
-    DeltaNetParts({"in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_b": "b", "in_proj_a": "a"}, "norm", "out_proj"),
-    DeltaNetParts({"in_proj_qkvz": "qkvz", "in_proj_ba": "ba"}, "norm", "out_proj", by_key_head=True),
-    DeltaNetParts(
-        {"q_proj": "q", "k_proj": "k", "v_proj": "v", "g_proj": "z", "b_proj": "b", "a_proj": "a"}, "o_norm", "o_proj"
-    ),
-    DeltaNetParts(
-        {
-            "q_proj": "q",
-            "k_proj": "k",
-            "v_proj": "v",
-            "g_a_proj": "z",
-            "b_proj": "b",
-            "forget_gate.f_a_proj": "a",
-        },
-        "o_norm",
-        "o_proj",
-        behind={"z": "g_b_proj", "a": "forget_gate.f_b_proj"},
-        decay="forget_gate",
-    ),
-    DeltaNetParts(
-        {
-            "q_proj": "q",
-            "k_proj": "k",
-            "v_proj": "v",
-            "g_proj": "z",
-            "b_proj": "b",
-            "forget_gate.f_proj": "a",
-        },
-        "o_norm",
-        "o_proj",
-        decay="forget_gate",
-    ),
-)
-_MIXERS: Sequence[tuple[set[str], Callable[[Operations, Any], StateMixer]]] = (
-    ({"conv", "in_proj", "out_proj"}, ShortConvolution),
-    ({"act", "conv1d", "in_proj", "norm", "out_proj"}, Mamba2),
-    *((parts.names, partial(GatedDeltaNet, parts=parts)) for parts in _DELTA_NETS),
-)
-"""The names of a module's parts, and the mixer that may take the place of such a module."""
-
-
-def state_mixer_of(child: nn.Module, operations: Operations) -> StateMixer | None:
-    """The mixer that may compute what a module computes; None if there is none."""
-    names = {name for name, _ in child.named_children()}
-    build = next((build for parts, build in _MIXERS if names == parts), None)
-    if build is None:
-        return None
-    try:
-        return build(operations, child)
-    except (AttributeError, TypeError, RuntimeError):
-        return None

@@ -374,6 +374,7 @@ struct recurrence_call {
     const float *decay;      /* [rows, heads], or [rows, heads, key_dim] with decay_per_key */
     const float *beta;       /* [rows, heads], what values are multiplied by, or NULL */
     const float *skip;       /* [heads], how much of the values is added to out, or NULL */
+    const float *rates;      /* [heads, key_dim], what decay [rows, heads] is multiplied by for each row of a state, or NULL */
     int64_t query_stride, key_stride, value_stride, out_stride, decay_stride, beta_stride;
     int64_t heads, groups, key_dim, value_dim;
     int64_t columns_per_task; /* of a head's value_dim; a multiple of LANES */

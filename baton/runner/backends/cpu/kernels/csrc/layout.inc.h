@@ -142,7 +142,7 @@ static const struct layout_entry layout[] = {
     FIELD(recurrence_call, heads), FIELD(recurrence_call, groups), FIELD(recurrence_call, key_dim),
     FIELD(recurrence_call, value_dim), FIELD(recurrence_call, columns_per_task), FIELD(recurrence_call, scale),
     FIELD(recurrence_call, norm_eps), FIELD(recurrence_call, decay_per_key), FIELD(recurrence_call, has_norm),
-    FIELD(recurrence_call, skip), FIELD(recurrence_call, has_delta_rule),
+    FIELD(recurrence_call, skip), FIELD(recurrence_call, rates), FIELD(recurrence_call, has_delta_rule),
 
     WHOLE(struct take_rows_call, "take_rows_call"),
     FIELD(take_rows_call, x), FIELD(take_rows_call, out), FIELD(take_rows_call, index), FIELD(take_rows_call, rows),

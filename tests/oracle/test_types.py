@@ -180,14 +180,14 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
     **LISTED_TYPES,
     **{f"{name}+windows": config for name, config in WITH_WINDOWS.items()},
     **{f"gemma4_text+{name}": config for name, config in GEMMA4_MODELS.items()},
+    "falcon_h1+plain gates": {**LISTED_TYPES["falcon_h1"], "mamba_rms_norm": False, "ssm_out_multiplier": 1.0},
 }
 """By the type, and behind a plus what is special about this model of it."""
 
 WITHOUT_OWN_LOOP = {
     "longcat_flash",  # two attentions a layer
     "jetmoe",  # attention of experts
-    *("bailing_hybrid", "falcon_h1", "falcon_mamba", "jamba", "mamba", "zamba2"),  # states
-    "mamba2",  # sums in float32
+    *("bailing_hybrid", "zamba2"),  # states
     *("gemma3n_text", "llama4_text"),  # rows of each layer, positions in the attention
 }
 """Types, or rows, whose layers transformers' loop computes."""

@@ -243,7 +243,7 @@ _WITHOUT_ATTENTION: _Fields = {
 _MAMBA: _Fields = {
     **_WITHOUT_ATTENTION,
     "state_size": 8,
-    "time_step_rank": 4,
+    "time_step_rank": 32,
     "initializer_range": 0.3,
     "tie_word_embeddings": False,
 }
@@ -283,7 +283,7 @@ WITH_STATES: Mapping[str, _Fields] = {
         "attn_layer_period": 2,
         "attn_layer_offset": 1,
         "mamba_d_state": 8,
-        "mamba_dt_rank": 4,
+        "mamba_dt_rank": 32,
     },
     "kimi_linear": {**_KIMI, "linear_head_dim": 16, "linear_num_heads": 4},
     "lfm2": {**_PLAIN, **_CONVOLVED},

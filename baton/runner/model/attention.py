@@ -321,9 +321,9 @@ def no_selection(scores: KeyScores) -> torch.Tensor:
 class EchoAttention:
     """Returns a mix of each row's own query, key and value, and records its arguments: for comparing two modules."""
 
-    def __init__(self, query_factor: float = 1.0) -> None:
-        """`query_factor`: what queries are multiplied with first."""
-        self._query_factor = query_factor
+    def __init__(self, query_factor: float = 1.0, key_factor: float = 1.0) -> None:
+        """`query_factor`, `key_factor`: what queries and keys are multiplied with first."""
+        self._query_factor, self._key_factor = query_factor, key_factor
         self.seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.states = EchoStates()
         self.how: AttentionParameters | None = None
@@ -340,8 +340,8 @@ class EchoAttention:
         stores: bool = True,
         selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        query = query * self._query_factor
-        self.seen.append((query, key.clone(), value.clone()))
+        query, key = query * self._query_factor, key * self._key_factor
+        self.seen.append((query, key, value.clone()))
         self.how = how
         mixed = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
         width = min(query.shape[2], value.shape[2])

@@ -345,9 +345,12 @@ def _rotation(
     if weights.by_head:
         given = given.view(len(x), heads[0], 3, -1).transpose(1, 2).flatten(1, 2)
     rows = (given[:, : heads[0]], given[:, heads[0] : heads[0] + heads[1]])
-    kinds = product((False, True), _query_scales(child), _factors(child), KINDS, (False, True))
-    for is_backwards, scale, factor, kind, norms_last in kinds:
-        rotation = Rotation(kind, probe.layout, norms_last, factor, bound, scale, is_backwards)
+    factors = _factors(child)
+    # Layers that share keys take them as they are in the cache.
+    of_both = [*product(factors, factors if probe.shared.given is None else (1.0,))]
+    kinds = product((False, True), _query_scales(child), of_both, KINDS, (False, True))
+    for is_backwards, scale, (factor, of_key), kind, norms_last in kinds:
+        rotation = Rotation(kind, probe.layout, norms_last, factor, bound, scale, is_backwards, key_factor=of_key)
         of_keys: Sequence[torch.Tensor] = rotation.arranged(probe.cos[0], probe.sin[0], probe_places(len(x)))
         of_queries = of_keys
         if scale is not None:
@@ -357,7 +360,7 @@ def _rotation(
             continue
         if scale is not None and (kind == "none" or norms_last or width != heads[2]):
             continue
-        parts = zip(rows, norms, (of_queries, of_keys), (factor, 1.0), strict=False)
+        parts = zip(rows, norms, (of_queries, of_keys), (factor, of_key), strict=False)
         turned = (_turned(part, norm, rotation, angles) * times for part, norm, angles, times in parts)
         if all(_agree_in_parts(*both) for both in zip(expected, turned, strict=False)):
             return rotation
@@ -410,7 +413,7 @@ def _same_reading(probe: _Probe, fused: ReadingAttention) -> bool:
 
 def _echo_of(probe: _Probe, fused: FusedAttention | ReadingAttention) -> tuple[EchoAttention, torch.Tensor]:
     """What a fused module passes to attention, and what it computes of the echo."""
-    echo = EchoAttention(fused.rotation.query_factor)
+    echo = EchoAttention(fused.rotation.query_factor, fused.rotation.key_factor)
     object.__setattr__(fused, "baton_attend", echo)
     places = probe_places(probe.x.shape[1])
     cos, sin = fused.rotation.arranged(probe.cos[0], probe.sin[0], places)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -35,7 +35,8 @@ from baton.runner.model.comparison import (
 from baton.runner.model.fused.attention import CalledAsAttention
 from baton.runner.model.fused.rows import AnyNorm, FusedActivation, FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp
 from baton.runner.model.states.layer_functions import keep_states_in_cache
-from baton.runner.model.states.mixers import StateMixer, state_mixer_of
+from baton.runner.model.states.mixers import StateMixer
+from baton.runner.model.states.recognition import state_mixer_of
 from baton.runner.model.stored.layers import (
     forget_weights,
     halves_of,
@@ -227,14 +228,36 @@ def _fused_mlp(child: Any, operations: Operations, generator: torch.Generator) -
     weights = [weight_of(part) for part in gate_and_up]
     gate, up = weights if len(weights) == 2 else halves_of(weights[0])
     x = like_input(down, torch.randn(1, NUM_ROWS, gate.shape[1], dtype=torch.float32, generator=generator))
-    norms = (part for part in child.children() if isinstance(part, AnyNorm) and part.width == down.in_features)
-    norm = next(norms, None)
-    fused = FusedMlp(operations, gate, up, weight_of(down), down.bias, activation, [*linear], norm)
     try:
         expected = child(x)
     except (KeyError, TypeError):  # it asks for more than rows: zamba2's for the number of its layer
         return None
+    norms = (part for part in child.children() if isinstance(part, AnyNorm) and part.width == down.in_features)
+    norm = next(norms, None)
+    factors = (1.0, 1.0) if norm else _factors_of_mlp(child, gate_and_up, down, activation, x, expected)
+    fused = FusedMlp(operations, gate, up, weight_of(down), down.bias, activation, [*linear], norm, factors)
     return fused if agree(expected, fused(x)) else None
+
+
+def _factors_of_mlp(
+    child: nn.Module,
+    gate_and_up: Sequence[nn.Linear],
+    down: nn.Linear,
+    activation: Activation,
+    x: torch.Tensor,
+    expected: torch.Tensor,
+) -> tuple[float, float]:
+    """The numbers of a gated MLP that it multiplies what its gate gives with, and its result, to give `expected`."""
+    own = [value for value in vars(child).values() if isinstance(value, float) and value > 0.0]
+    if not own:
+        return 1.0, 1.0
+    gates, up = torch.cat([part(x) for part in gate_and_up], dim=-1).chunk(2, dim=-1)
+    factors = dict.fromkeys((1.0, *own))
+    for of_gate, of_result in product(factors, factors):
+        out = down(activate(gates.float() * of_gate, activation).to(up.dtype) * up) * of_result
+        if agree(expected, out):
+            return of_gate, of_result
+    return 1.0, 1.0
 
 
 def _state_mixer(child: Any, operations: Operations, generator: torch.Generator) -> StateMixer | None:

@@ -29,14 +29,15 @@ class InOneGo:
             query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + rows.norm_eps) for x in (query, key))
         each = value.shape[1] // query.shape[1]
         query, key = ((x * scale).repeat_interleave(each, 1) for x, scale in ((query, rows.scale), (key, 1.0)))
-        decay = rows.decay if rows.decay.dim() == 3 else rows.decay[..., None]
+        decay = rows.decays if rows.decays.dim() == 3 else rows.decays[..., None]
         state, out = torch.zeros(*key.shape[1:], value.shape[2]), []
         for q, k, v, d, at in zip(query, key, value, decay, range(len(value)), strict=True):
             state = state * d.exp()[..., None]
-            if rows.beta is not None:
-                v = (v - (state * k[..., None]).sum(1)) * rows.beta[at][:, None]
-            state = state + k[..., None] * v[:, None]
-            out.append((state * q[..., None]).sum(1))
+            lacking = v - (state * k[..., None]).sum(1) if rows.has_delta_rule else v
+            added = lacking if rows.beta is None else lacking * rows.beta[at][:, None]
+            state = state + k[..., None] * added[:, None]
+            read = (state * q[..., None]).sum(1)
+            out.append(read if rows.skip is None else read + v * rows.skip[:, None])
         return torch.stack(out)
 
 

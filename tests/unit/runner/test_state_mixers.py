@@ -11,8 +11,10 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridDeltaAttention
 from transformers.models.bamba.modeling_bamba import BambaMixer
+from transformers.models.jamba.modeling_jamba import JambaMambaMixer
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+from transformers.models.mamba.modeling_mamba import MambaMixer
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
@@ -22,6 +24,7 @@ from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.model.recognition import fuse
 from baton.runner.model.states import layer_functions
 from baton.runner.model.states.mixers import GatedDeltaNet, Mamba2, ShortConvolution
+from baton.runner.model.states.selective_scan import SelectiveScan
 from tests.support.listed_types import LISTED_TYPES
 
 MODELS = {**LISTED_TYPES, "bamba of one group": {**LISTED_TYPES["bamba"], "mamba_n_groups": 1}}
@@ -53,6 +56,8 @@ LAYERS = [
     (BambaMixer, "bamba", Mamba2),
     (BambaMixer, "bamba of one group", Mamba2),
     (NemotronHMamba2Mixer, "nemotron_h", Mamba2),
+    (MambaMixer, "mamba", SelectiveScan),
+    (JambaMambaMixer, "jamba", SelectiveScan),
     (KimiLinearDeltaAttention, "kimi_linear", GatedDeltaNet),
     (BailingHybridDeltaAttention, "bailing_hybrid", GatedDeltaNet),
 ]
@@ -89,6 +94,7 @@ def with_other(name: str) -> Callable[[Any], None]:
         *((kind, name, double) for kind, name, _ in LAYERS),
         (Lfm2ShortConv, "lfm2", with_other("conv.weight")),
         *((Qwen3_5GatedDeltaNet, "qwen3_5_text", with_other(of)) for of in ("A_log", "dt_bias", "conv1d.weight")),
+        *((MambaMixer, "mamba", with_other(of)) for of in ("A_log", "dt_proj.bias", "x_proj.weight", "D")),
         *((BambaMixer, "bamba", with_other(of)) for of in ("A_log", "dt_bias", "D", "norm.weight")),
     ],
 )

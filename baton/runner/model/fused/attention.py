@@ -72,6 +72,8 @@ class Rotation:
     """Whether columns are rotated by the opposite of the angles that the layer is given."""
     value_factor: float = 1.0
     """What values are multiplied with."""
+    key_factor: float = 1.0
+    """What the model multiplies keys with, which the cache has without it: it is part of attention's scale, too."""
 
     def arranged(
         self, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None = None
@@ -211,7 +213,8 @@ class FusedAttention(CalledAsAttention):
         self._shared: tuple[torch.Tensor, torch.Tensor] | None = None
         self._gate = gate
         self._has_gates_in_queries = gate is not None and gate.in_queries
-        self._how = of_own_heads(replace(how, scale=how.scale * rotation.query_factor), self.own_heads)
+        scale = how.scale * rotation.query_factor * rotation.key_factor
+        self._how = of_own_heads(replace(how, scale=scale), self.own_heads)
         self.how = how
         """The parameters of the whole layer."""
         own_rows = self._rows_by_head() if given.by_head else self._own_rows(num_heads, num_kv_heads)

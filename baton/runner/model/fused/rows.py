@@ -45,15 +45,17 @@ class FusedNorm(nn.Module):
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of x [..., N], which may be wider than the weight: the residual of mamba2 is float32."""
-        weight = self.rms_weight if x.dtype == self.rms_weight.dtype else self.rms_weight.to(x.dtype)
-        return self._compute(x, weight, self.eps, plus_one=self.plus_one)
+        return self._compute(x, self._weight_in(x.dtype), self.eps, plus_one=self.plus_one)
+
+    def _weight_in(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.rms_weight if dtype == self.rms_weight.dtype else self.rms_weight.to(dtype)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum x + residual, and the norm of that sum."""
         return self._add_compute(x, residual, self.rms_weight, self.eps, plus_one=self.plus_one)
 
     def record(self, program: Program, x: Rows, *, into: str | Rows) -> Rows:
-        return program.rms_norm(x, self.rms_weight, self.eps, plus_one=self.plus_one, into=into)
+        return program.rms_norm(x, self._weight_in(x.dtype), self.eps, plus_one=self.plus_one, into=into)
 
     def record_add(self, program: Program, x: Rows, residual: Rows, *, into: str | Rows) -> Rows:
         """Append the norm of x + residual to a program; the sum replaces the residual in its buffer."""
@@ -129,7 +131,8 @@ class FusedActivation(nn.Module):
 
 
 class FusedMlp(nn.Module, HasProducts):
-    """A gated MLP: down(act(gate(x)) * up(x)), or with a norm of the product that goes into the last one."""
+    """A gated MLP: down(act(gate(x)) * up(x)), with a norm of what goes into the last product, or with factors:
+    down(act(gate(x) * one) * up(x)) * other."""
 
     def __init__(
         self,
@@ -141,10 +144,13 @@ class FusedMlp(nn.Module, HasProducts):
         activation: Activation,
         names: Sequence[str],
         norm: AnyNorm | None = None,
+        factors: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         """`names`: of the linear layers of the replaced module: of gate and up, or both in one, and of down. `norm`: of
-        what down takes."""
+        what down takes. `factors`: of what the gate gives, and of the result; with a norm there are none."""
         super().__init__()
+        # The gate's factor is one of x: then `up` has it, too, and what goes into `down` must be divided by it.
+        self._of_x, self._of_inner = factors[0], factors[1] / factors[0]
         self._activation = activation
         self._norm = norm
         n, k = gate.shape
@@ -152,7 +158,7 @@ class FusedMlp(nn.Module, HasProducts):
         modules = [(name, 2 * n // len(inner)) for name in inner]
         self._gated = AdaptableProduct(operations, operations.pack_gated(gate, up), k, modules)
         self._down = AdaptableProduct.of_layer(operations, last, down)
-        self._bias = None if down_bias is None else down_bias.detach().clone()
+        self._bias = None if down_bias is None else down_bias.detach() * factors[1]
 
     @property
     def products(self) -> Sequence[AdaptableProduct]:
@@ -160,11 +166,15 @@ class FusedMlp(nn.Module, HasProducts):
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, K] to [T, K]."""
+        x = x if self._of_x == 1.0 else x * self._of_x
         inner = self._gated.gated_linear(x, self._activation)
+        inner = inner if self._of_inner == 1.0 else inner * self._of_inner
         return self._down.linear(inner if self._norm is None else self._norm.rows(inner), self._bias)
 
     def record(self, program: Program, x: Rows, *, into: str) -> Rows:
+        x = x if self._of_x == 1.0 else program.scale(x, self._of_x, into="scaled input")
         inner = self._gated.record_gated(program, x, self._activation, into="inner")
+        inner = inner if self._of_inner == 1.0 else program.scale(inner, self._of_inner, into="scaled inner")
         if self._norm is not None:
             inner = self._norm.record(program, inner, into="normed inner")
         return self._down.record(program, inner, self._bias, into=into)

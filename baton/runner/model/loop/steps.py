@@ -122,6 +122,8 @@ class Sum:
     other: int
     gives: int
     factor: float = 1.0
+    is_wide: bool = False
+    """Whether `one` and the sum are float32, and `other` is widened."""
 
     @property
     def operands(self) -> tuple[int, ...]:
@@ -159,7 +161,20 @@ class TimesInput:
         return (self.one,)
 
 
-Step = Call | Sum | Scaled | TimesInput
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """one in another dtype: float32, or from float32 that of most rows."""
+
+    one: int
+    gives: int
+    dtype: torch.dtype
+
+    @property
+    def operands(self) -> tuple[int, ...]:
+        return (self.one,)
+
+
+Step = Call | Sum | Scaled | TimesInput | Converted
 
 
 @dataclass(slots=True)
@@ -261,8 +276,8 @@ class Operation(Protocol):
         ...
 
     def record(self, recorded: RecordedRows, into: Rows | None) -> None:
-        """Append it to a program. `into`: the rows for the result of a norm, or of rows that are scaled; None: a
-        scratch buffer.
+        """Append it to a program. `into`: the rows for the result of a norm, its rounding, or of rows that are scaled;
+        None: a scratch buffer.
 
         Raises KernelArgumentError for what the kernels can't compute.
         """
@@ -416,6 +431,7 @@ class _SumOperation:
     def record(self, recorded: RecordedRows, into: Rows | None) -> None:
         own, rows, program = self._sum, recorded.rows, recorded.program
         one, other = rows[own.one], rows[own.other]
+        other = program.widened(other, into="widened") if own.is_wide else other
         # Rows that are still needed stay, and those of a product, which ranks share.
         replaces = own.one in self._drops and not recorded.is_of_product(own.one)
         name = None if self._norm is None else recorded.for_norm(self._norm.gives)
@@ -454,6 +470,27 @@ class _ScaledOperation:
             recorded.replace(own.one, own.gives)
         else:
             recorded.rows[own.gives] = scale(one, into=recorded.for_sum(own.gives))
+        recorded.drop(self._drops)
+
+
+class _ConvertedOperation:
+    """Rows in another dtype."""
+
+    def __init__(self, step: Converted, drops: Sequence[int]) -> None:
+        self._step = step
+        self._drops = drops
+
+    def run(self, step: StepRows) -> None:
+        step.rows[self._step.gives] = step.rows[self._step.one].to(self._step.dtype)
+        _forget(step, self._drops)
+
+    def record(self, recorded: RecordedRows, into: Rows | None) -> None:
+        own, program = self._step, recorded.program
+        one = recorded.rows[own.one]
+        if own.dtype == torch.float32:
+            recorded.rows[own.gives] = program.widened(one, into=recorded.for_sum(own.gives))
+        else:
+            recorded.rows[own.gives] = program.narrowed(one, into=into or recorded.for_norm(own.gives))
         recorded.drop(self._drops)
 
 
@@ -503,6 +540,8 @@ def operations_of(steps: Sequence[Step], result: int, row_quantum: int) -> list[
             operations.append(_ScaledOperation(step, drops))
         elif isinstance(step, TimesInput):
             operations.append(_TimesInputOperation(step, drops))
+        elif isinstance(step, Converted):
+            operations.append(_ConvertedOperation(step, drops))
         elif isinstance(step.part, Mixer):
             later = _later(steps, first, last_use) if first == last_mixer else None
             operations.append(_MixerOperation(step, step.part, drops, later))
@@ -540,6 +579,6 @@ def _is_mixer(step: Step) -> bool:
 
 def _norm_of(step: Step, following: Step) -> Call | None:
     """The step behind a sum, if both are one operation: the norm of the sum."""
-    if not isinstance(step, Sum) or step.factor != 1.0 or not isinstance(following, Call):
+    if not isinstance(step, Sum) or step.factor != 1.0 or step.is_wide or not isinstance(following, Call):
         return None
     return following if isinstance(following.part, FUSED_NORMS) and following.given == step.gives else None

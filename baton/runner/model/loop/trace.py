@@ -30,6 +30,7 @@ from baton.runner.model.loop.steps import (
     FUSED_NORMS,
     FUSED_PARTS,
     Call,
+    Converted,
     Mixer,
     Reader,
     Scaled,
@@ -119,7 +120,7 @@ class LoopTrace:
         self.width = 0
         """The width of those rows."""
         self.dtype = torch.float32
-        """The dtype of all rows."""
+        """The dtype of rows, of which those that are only added to may be float32."""
         self.logits_map = LogitsMap()
         """How the logits follow from the head's output."""
         self._module = module
@@ -127,6 +128,8 @@ class LoopTrace:
         self._numbers = _numbers_of(module.config)
         self._factors = [1.0]
         """The factors of sums so far, which are tried before all numbers."""
+        self._of_layers: list[float] = []
+        """The numbers that layers have, and may multiply each of their parts' rows with."""
         self._rows: dict[int, torch.Tensor] = {}
         """The rows that steps may be given, each [T, N]: those since the last layer's end."""
         self._oldest: dict[int, int] = {}
@@ -170,7 +173,8 @@ class LoopTrace:
             raise NotAPlainDecoder(f"{type(module).__name__} has no head")
         base = next(part for part in module.modules() if any(child is layers for child in part.children()))
         own = [layer for layer in layers if not isinstance(layer, OtherLayer)]
-        self._numbers = sorted({*self._numbers, *(number for layer in own for number in _factors_of(layer))})
+        self._of_layers = sorted({number for layer in own for number in _factors_of(layer)})
+        self._numbers = sorted({*self._numbers, *self._of_layers})
         received = next((layer for layer in layers if isinstance(layer, ReceivedRows)), None)
         with ExitStack() as hooks:
 
@@ -262,8 +266,8 @@ class LoopTrace:
             raise NotAPlainDecoder(f"{name} takes or gives no rows")
         if self._number_of(_flat(gives)) is not None or _equal(_flat(given[0]), _flat(gives)):
             return  # dropout, which leaves rows as they are
-        if gives.dtype != self.dtype:
-            raise NotAPlainDecoder(f"{name} gives {gives.dtype}, and the embedding {self.dtype}")
+        if gives.dtype != given[0].dtype:
+            raise NotAPlainDecoder(f"{name} gives {gives.dtype} and takes {given[0].dtype}")
         if is_experts(part) and self._choice is not None and _takes_choice(given, self._choice):
             source = self._explained(given[0], f"{name} takes")
             routed = RoutedExperts(self._choice.router, part)
@@ -340,7 +344,7 @@ class LoopTrace:
         return next((number for number, known in self._rows.items() if _equal(known, rows)), None)
 
     def _explained(self, given: torch.Tensor, what: str) -> int:
-        """The number of rows [..., N], which are known or become so by a sum of known ones."""
+        """The number of rows [..., N], which are known or become so by a sum or a product of known ones."""
         rows = _flat(given)
         number = self._number_of(rows)
         if number is None and self._count == 1:
@@ -348,7 +352,14 @@ class LoopTrace:
         if number is None and self.layer_inputs is not None and rows.shape[1] == self.layer_inputs.layer_width:
             number = self._explained_by_inputs(rows)
         if number is None:
+            number = self._explained_as_converted(rows)
+        if number is None:
             number = self._explained_as_sum(rows)
+        if number is None:
+            scaled = (self._explained_as_scaled(rows, Scaled(0, 0, factor)) for factor in self._of_layers)
+            number = next((found for found in scaled if found is not None), None)
+        if number is None:
+            number = self._explained_as_sum_of_scaled(rows)
         if number is None:
             raise NotAPlainDecoder(f"{what} rows that are no sum of those before them")
         return number
@@ -363,6 +374,18 @@ class LoopTrace:
                 self._rows[0] = rows.clone()
                 return 0
         return None
+
+    def _explained_as_converted(self, rows: torch.Tensor) -> int | None:
+        """The number of rows that are known ones in another dtype."""
+        others = (number for number, known in self._rows.items() if known.dtype != rows.dtype)
+        found = next((number for number in others if _equal(self._rows[number].to(rows.dtype), rows)), None)
+        return None if found is None else self._add_converted(found, rows.dtype)
+
+    def _add_converted(self, one: int, dtype: torch.dtype) -> int:
+        number = self._add(self._rows[one].to(dtype))
+        self._oldest[number] = self._oldest[one]
+        self.steps.append(Converted(one, number, dtype))
+        return number
 
     def _explained_by_inputs(self, rows: torch.Tensor) -> int | None:
         """The number of rows [T, N] that are known ones times the columns of a layer's input."""
@@ -388,10 +411,29 @@ class LoopTrace:
             if pair is None:
                 return None
             found = self._add_sum(*pair, factor=1.0)
-        number = self._add(rows)
-        self._oldest[number] = self._oldest[found]
-        self.steps.append(replace(scaled, one=found, gives=number))
+        return self._add_scaled(found, scaled)
+
+    def _add_scaled(self, one: int, scaled: Scaled) -> int:
+        number = self._add(scaled.of(self._rows[one]))
+        self._oldest[number] = self._oldest[one]
+        self.steps.append(replace(scaled, one=one, gives=number))
         return number
+
+    def _explained_as_sum_of_scaled(self, rows: torch.Tensor) -> int | None:
+        """The number of rows that are known ones plus the sum of two others, each or one of them times a number."""
+        alike = [number for number, known in self._rows.items() if known.shape == rows.shape]
+        pairs = product((1.0, *self._of_layers), self._of_layers)
+        for factors, (one, *others) in product(pairs, permutations(alike, 3)):
+            sums = (self._sum_of_scaled(one, others, factors, count) for count in (_FEW, len(rows)))
+            if all(_equal(total, rows[: len(total)]) for total in sums):
+                first = others[0] if factors[0] == 1.0 else self._add_scaled(others[0], Scaled(0, 0, factors[0]))
+                return self._add_sum(one, self._add_sum(first, others[1], factor=factors[1]), factor=1.0)
+        return None
+
+    def _sum_of_scaled(self, one: int, others: Sequence[int], factors: Sequence[float], count: int) -> torch.Tensor:
+        """The first rows of one + (the sum of the others, each times its factor)."""
+        parts = (self._rows[number][:count] * factor for number, factor in zip(others, factors, strict=True))
+        return self._rows[one][:count] + reduce(torch.add, parts)
 
     def _explained_as_sum(self, rows: torch.Tensor) -> int | None:
         alike = [number for number, known in self._rows.items() if known.shape == rows.shape]
@@ -403,6 +445,10 @@ class LoopTrace:
                         self._factors.append(factor)
                     other = others[0] if len(others) == 1 else self._add_sum(*others, factor=1.0)
                     return self._add_sum(one, other, factor=factor)
+        if rows.dtype == torch.float32:
+            for one, other in permutations(alike, 2):
+                if self._rows[one].dtype != rows.dtype and _equal(self._rows[one].float() + self._rows[other], rows):
+                    return self._add_sum(self._add_converted(one, rows.dtype), other, factor=1.0)
         return None
 
     def _sum(self, one: int, others: Sequence[int], factor: float, count: int) -> torch.Tensor:
@@ -415,7 +461,8 @@ class LoopTrace:
             one, other = sorted((one, other), key=lambda number: self._oldest[number])
         number = self._add(self._sum(one, (other,), factor, len(self._rows[one])))
         self._oldest[number] = min(self._oldest[one], self._oldest[other])
-        self.steps.append(Sum(one, other, number, factor))
+        is_wide = self._rows[one].dtype != self._rows[other].dtype
+        self.steps.append(Sum(one, other, number, factor, is_wide))
         return number
 
 

@@ -59,6 +59,13 @@ class RecurrentRows:
     """H of the whole layer, of which a rank may have some."""
     has_delta_rule: bool = True
     skip: torch.Tensor | None = None
+    rates: torch.Tensor | None = None
+    """float32 [H, DK]: what decay [T, H] is multiplied by for each row of a head's state; None: nothing."""
+
+    @property
+    def decays(self) -> torch.Tensor:
+        """The decay with its rates: float32 [T, H], or [T, H, DK]."""
+        return self.decay if self.rates is None else self.decay[..., None] * self.rates
 
 
 class RecordedRows(NamedTuple):
@@ -160,7 +167,7 @@ class PagedStates:
                 dense(rows.query),
                 dense(rows.key),
                 dense(rows.value),
-                rows.decay.contiguous(),
+                rows.decays.contiguous(),
                 None if rows.beta is None else rows.beta.contiguous(),
                 rows.scale,
                 rows.norm_eps,
@@ -188,6 +195,7 @@ class PagedStates:
         *,
         has_delta_rule: bool = True,
         skip: torch.Tensor | None = None,
+        rates: torch.Tensor | None = None,
         into: str,
     ) -> Rows:
         """Append to a program what `recur` does."""
@@ -199,6 +207,7 @@ class PagedStates:
             group=self._groups[layer],
             has_delta_rule=has_delta_rule,
             skip=skip,
+            rates=rates,
             into=into,
         )
 
@@ -256,10 +265,12 @@ class EchoStates:
 
     def __init__(self) -> None:
         self.seen: list[tuple[torch.Tensor, ...]] = []
-        """What layers have asked with, each time: rows and the weight, or the rows of a recurrence."""
+        """What layers have asked with, each time: rows times the weight, or the rows of a recurrence."""
 
     def convolve(self, layer: int, rows: torch.Tensor, by: Convolution) -> torch.Tensor:
-        self.seen.append((rows.clone(), by.weight, *(() if by.bias is None else (by.bias,))))
+        # A factor of rows may as well be one of the weight.
+        taps = rows.float()[..., None] * by.weight.float()
+        self.seen.append((taps, *(() if by.bias is None else (by.bias,))))
         out = rows.float() * by.weight[:, -1].float()
         out = out if by.bias is None else out + by.bias.float()
         return (functional.silu(out) if by.activation else out).to(rows.dtype)
@@ -267,7 +278,7 @@ class EchoStates:
     def recur(self, layer: int, rows: RecurrentRows) -> torch.Tensor:
         given = [part for part in (rows.beta, rows.skip) if part is not None]
         how = [torch.tensor([number]) for number in (rows.norm_eps or 0.0, float(rows.has_delta_rule))]
-        self.seen.append((rows.query * rows.scale, rows.key, rows.value, rows.decay, *how, *given))
+        self.seen.append((rows.query * rows.scale, rows.key, rows.value, rows.decays, *how, *given))
         value = rows.value.float()
         alike = (rows.query.float() * rows.key.float()).sum(-1, keepdim=True) * rows.scale
         alike = alike.repeat_interleave(value.shape[1] // alike.shape[1], dim=1)
@@ -304,6 +315,7 @@ class StatesOfOwnParts:
             decay=rows.decay[:, own],
             beta=None if rows.beta is None else rows.beta[:, own],
             skip=None if rows.skip is None else rows.skip[own],
+            rates=None if rows.rates is None else rows.rates[own],
         )
         computed = self._keep.recur(layer, part).flatten(1)
         every = self._ranks.gather(computed, [computed.shape[1]] * shard.size)

@@ -182,13 +182,22 @@ def _mamba_scan(
     _require_known(layer, keywords)
     bias = None if delta_bias is None else delta_bias[..., None]
     dt = _step_sizes(dt, bias, delta_softplus).float()[0].transpose(0, 1)
-    wide = hidden_states.float()[0].transpose(0, 1)
+    value = hidden_states.float()[0].transpose(0, 1)[..., None]
     query, key = (rows.float().transpose(1, 2)[0].unsqueeze(1) for rows in (C, B))
-    value, decay = (wide * dt)[..., None], A.float() * dt[..., None]
-    rows = RecurrentRows(query, key, value, decay, None, 1.0, None, value.shape[1])
+    rows = RecurrentRows(
+        query,
+        key,
+        value,
+        dt,
+        dt,
+        1.0,
+        None,
+        value.shape[1],
+        has_delta_rule=False,
+        skip=None if D is None else D.detach().float(),
+        rates=A.float(),
+    )
     out = _states_of(layer).recur(layer.layer_idx, rows)[..., 0]
-    if D is not None:
-        out = out + wide * D.float()
     out = out.transpose(0, 1).unsqueeze(0)
     if z is not None:
         out = out * functional.silu(z)

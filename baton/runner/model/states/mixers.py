@@ -6,10 +6,9 @@ A candidate has the parts of such a layer; what it computes of some rows, and wh
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from itertools import accumulate, product
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +18,10 @@ from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.programs.program import Program
-from baton.runner.backends.cpu.kernels.rows import NO_LIMITS, GateActivation, GateFunction
+from baton.runner.backends.cpu.kernels.rows import NO_LIMITS
 from baton.runner.backends.operations import Operations
-from baton.runner.backends.torch_states import gated_rms_norm
 from baton.runner.backends.weight_rows import rows_in
+from baton.runner.model.states.gates import DecayGate, GatedNorm, PlainGate
 from baton.runner.model.states.keepers import (
     DELTA_RULE_NORM_EPS,
     Convolution,
@@ -88,9 +87,9 @@ class StateMixer(nn.Module, HasProducts):
 
 
 class GatedStateMixer(StateMixer):
-    """A mixer whose recurrence's outputs are gated and normed before the last product."""
+    """A mixer whose recurrence's outputs are gated, and mostly normed, before the last product."""
 
-    _norm: GatedNorm
+    _norm: GatedNorm | PlainGate
     _out_bias: torch.Tensor | None
 
     def _finished(
@@ -120,7 +119,7 @@ class ShortConvolution(StateMixer):
         super().__init__(operations, child.layer_idx)
         self._in, self._in_bias = self._product(("in_proj", child.in_proj))
         self._out, self._out_bias = self._product(("out_proj", child.out_proj))
-        self._by = _filter_of(child.conv, None)
+        self._by = filter_of(child.conv, None)
 
     def rows(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
@@ -137,7 +136,7 @@ class ShortConvolution(StateMixer):
         self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: HasPagedStates, *, sampling: bool, into: str
     ) -> Rows:
         made = self._in.record(program, x, self._in_bias, into="state input")
-        before, behind, rows = _columns(made, *[made.width // 3] * 3)
+        before, behind, rows = columns_of(made, *[made.width // 3] * 3)
         rows = program.multiply(before, rows, None, into="convolution input")
         convolved = paged.states.record_convolution(program, self.layer_idx, rows, self._by, into="convolved")
         out = program.multiply(behind, convolved, None, into="gated")
@@ -166,62 +165,6 @@ class DeltaNetParts(NamedTuple):
         """The module's own parts."""
         parts = (*self.inputs, *self.behind.values(), "conv1d", self.norm, self.out)
         return {part.partition(".")[0] for part in parts}
-
-
-class GatedNorm(NamedTuple):
-    """A root mean square norm of groups of columns, and a gate."""
-
-    weight: torch.Tensor
-    """[columns of a group], or [groups, columns of a group]."""
-    eps: float
-    activation: GateActivation
-    gate_first: bool
-
-    @classmethod
-    def of(cls, norm: Any, num_groups: Iterable[int] = (1,)) -> GatedNorm:
-        """What a module computes of rows and gates; `num_groups`: how many groups there may be.
-
-        Raises TypeError for one that computes something else.
-        """
-        weight, eps = norm.weight.detach(), norm.variance_epsilon
-        x, by = torch.randn(2, 5, len(weight), dtype=torch.float32, generator=torch.Generator().manual_seed(0))
-        expected = copy.deepcopy(norm).cpu().float()(x, by)
-        activations: tuple[GateActivation, ...] = ("silu", "sigmoid")
-        for groups, activation, gate_first in product(num_groups, activations, (True, False)):
-            of_groups = weight.view(groups, -1).clone()
-            rows, gates = (part.view(len(x), groups, -1) for part in (x, by))
-            own = gated_rms_norm(rows, gates, of_groups.cpu().float(), eps, activation, gate_first=gate_first)
-            if torch.allclose(own.view(x.shape), expected, rtol=1e-4, atol=1e-5):
-                return cls(of_groups[0] if groups == 1 else of_groups, eps, activation, gate_first)
-        raise TypeError(f"{type(norm).__name__} is no norm with a gate")
-
-    def rows(self, operations: Operations, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-        """The norm of rows of groups, x [T, ...] to [T, W], gated by as many columns."""
-        x, by = (rows.view(len(rows), -1, self.weight.shape[-1]) for rows in (x, by))
-        return operations.gated_rms_norm(
-            x, by, self.weight, self.eps, self.activation, gate_first=self.gate_first
-        ).flatten(1)
-
-    def record(self, program: Program, x: Rows, by: Rows, *, into: str) -> Rows:
-        """Append to a program what `rows` computes."""
-        return program.gated_rms_norm(
-            x, by, self.weight, self.eps, self.activation, gate_first=self.gate_first, into=into
-        )
-
-
-class DecayGate(NamedTuple):
-    """How steps become logarithms of decay: factor * function(step * scale)."""
-
-    function: GateFunction
-    scale: torch.Tensor | None
-    factor: torch.Tensor
-
-    @classmethod
-    def of(cls, part: Any, rates: torch.Tensor) -> DecayGate:
-        """What a part computes whose rates [N] are given: if it has a lower bound, that many times a sigmoid."""
-        if getattr(part, "safe_gate", False):
-            return cls("sigmoid", rates, torch.full_like(rates, part.lower_bound))
-        return cls("softplus", None, -rates)
 
 
 class GatedDeltaNet(GatedStateMixer):
@@ -253,7 +196,7 @@ class GatedDeltaNet(GatedStateMixer):
         self._in, self._in_bias = self._product(*given, order=order)
         self._behind = {part: self._product((name, linear[name])) for part, name in parts.behind.items()}
         self._out, self._out_bias = self._product((parts.out, linear[parts.out]))
-        self._by = _filter_of(child.conv1d, "silu")
+        self._by = filter_of(child.conv1d, "silu")
         of_decay = child.get_submodule(parts.decay)
         self._step_bias = of_decay.dt_bias.detach().float()
         rates = of_decay.A_log.detach().float().exp().flatten()
@@ -308,7 +251,7 @@ class GatedDeltaNet(GatedStateMixer):
         (groups, heads), (key_dim, value_dim) = self._heads, self._dims
         keys, values = groups * key_dim, heads * value_dim
         made = self._in.record(program, x, self._in_bias, into="state input")
-        mixed, gate, beta, step = _columns(made, *self._widths)
+        mixed, gate, beta, step = columns_of(made, *self._widths)
         gate, step = (
             self._behind[part][0].record(program, rows, self._behind[part][1], into=f"state input {part}")
             if part in self._behind
@@ -316,7 +259,7 @@ class GatedDeltaNet(GatedStateMixer):
             for part, rows in (("z", gate), ("a", step))
         )
         convolved = paged.states.record_convolution(program, self.layer_idx, mixed, self._by, into="convolved")
-        query, key, value = _columns(convolved, keys, keys, values)
+        query, key, value = columns_of(convolved, keys, keys, values)
         limits, (function, scale, factor) = NO_LIMITS, self._decay
         decay = program.gate(step, function, self._step_bias, factor, limits, scale, into="decay")
         rows = RecordedRows(
@@ -330,13 +273,17 @@ class GatedDeltaNet(GatedStateMixer):
 
 class Mamba2(GatedStateMixer):
     """Mamba-2 (arXiv 2405.21060): values, keys and queries are convolved, and the outputs of the recurrence, which has
-    one step of each head for decay and values, gated and normed."""
+    one step of each head for decay and values, gated and normed, or only gated.
+
+    What the first product takes may be multiplied by a number, and each column that it gives by one, as in Falcon-H1.
+    Here its input is multiplied by as much as makes the gates right; the rest is part of the convolution and the steps.
+    """
 
     def __init__(self, operations: Operations, child: Any) -> None:
         super().__init__(operations, child.layer_idx)
         self._in, self._in_bias = self._product(("in_proj", child.in_proj))
         self._out, self._out_bias = self._product(("out_proj", child.out_proj))
-        self._by = _filter_of(child.conv1d, "silu")
+        self._by = filter_of(child.conv1d, "silu")
         self._groups, self._heads = child.n_groups, child.num_heads
         self._dims = child.ssm_state_size, child.head_dim
         self._step_bias = child.dt_bias.detach().float()
@@ -344,7 +291,24 @@ class Mamba2(GatedStateMixer):
         self._step_limits = float(low), float(high)
         self._decay = -child.A_log.detach().float().exp()
         self._skip = child.D.detach().float()
-        self._norm = GatedNorm.of(child.norm, {1, self._groups})
+        self._norm = PlainGate() if isinstance(child.norm, nn.Identity) else GatedNorm.of(child.norm, {1, self._groups})
+        self._input_factor = 1.0
+        self._step_scale: torch.Tensor | None = None
+        if (factors := getattr(child, "mup_vector", None)) is not None:
+            self._multiply(factors.detach().float().flatten(), child.ssm_in_multiplier)
+
+    def _multiply(self, factors: torch.Tensor, input_factor: float) -> None:
+        """Multiply the first product's input by a number, and its columns by `factors`, whose gates have all the same
+        one."""
+        of_gates = float(factors[0])
+        self._input_factor = input_factor * of_gates
+        if self._in_bias is not None:
+            self._in_bias = self._in_bias * of_gates
+        _, values = self._widths
+        rest = factors / of_gates
+        mixed, self._step_scale = rest[values : -self._heads], rest[-self._heads :]
+        self._by = replace(self._by, weight=self._by.weight * mixed[:, None])
+        self._step_bias = self._step_bias / self._step_scale
 
     @property
     def _widths(self) -> tuple[int, int]:
@@ -355,12 +319,13 @@ class Mamba2(GatedStateMixer):
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
     ) -> torch.Tensor:
         keys, values = self._widths
-        made = self._in.linear(x, self._in_bias)
+        given = x if self._input_factor == 1.0 else x * self._input_factor
+        made = self._in.linear(given, self._in_bias)
         gate, mixed, step = torch.split(made, [values, values + 2 * keys, self._heads], dim=-1)
         convolved = self.baton_attend.states.convolve(self.layer_idx, mixed, self._by)
         value, key, query = torch.split(convolved, [values, keys, keys], dim=-1)
         decay, beta = (
-            self._operations.gate(step, "softplus", self._step_bias, factor, self._step_limits)
+            self._operations.gate(step, "softplus", self._step_bias, factor, self._step_limits, self._step_scale)
             for factor in (self._decay, None)
         )
         rows = RecurrentRows(
@@ -381,12 +346,14 @@ class Mamba2(GatedStateMixer):
         self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: HasPagedStates, *, sampling: bool, into: str
     ) -> Rows:
         keys, values = self._widths
-        made = self._in.record(program, x, self._in_bias, into="state input")
-        gate, mixed, step = _columns(made, values, values + 2 * keys, self._heads)
+        given = x if self._input_factor == 1.0 else program.scale(x, self._input_factor, into="scaled input")
+        made = self._in.record(program, given, self._in_bias, into="state input")
+        gate, mixed, step = columns_of(made, values, values + 2 * keys, self._heads)
         convolved = paged.states.record_convolution(program, self.layer_idx, mixed, self._by, into="convolved")
-        value, key, query = _columns(convolved, values, keys, keys)
+        value, key, query = columns_of(convolved, values, keys, keys)
+        bias, limits, scale = self._step_bias, self._step_limits, self._step_scale
         decay, beta = (
-            program.gate(step, "softplus", self._step_bias, factor, self._step_limits, into=into_gates)
+            program.gate(step, "softplus", bias, factor, limits, scale, into=into_gates)
             for factor, into_gates in ((self._decay, "decay"), (None, "beta"))
         )
         rows = RecordedRows(query, key, value, decay, beta)
@@ -396,13 +363,13 @@ class Mamba2(GatedStateMixer):
         return self._record_finished(program, out, gate, sampling=sampling, into=into)
 
 
-def _columns(rows: Rows, *widths: int) -> list[Rows]:
+def columns_of(rows: Rows, *widths: int) -> list[Rows]:
     """Rows of so many columns each, one behind the other."""
     ends = list(accumulate(widths))
     return [rows.columns(end - width, end) for width, end in zip(widths, ends, strict=True)]
 
 
-def _filter_of(conv: nn.Conv1d, activation: Any) -> Convolution:
+def filter_of(conv: nn.Conv1d, activation: Any) -> Convolution:
     weight = conv.weight.detach().squeeze(1).float().contiguous()
     bias = None if conv.bias is None else conv.bias.detach().float()
     return Convolution(weight, bias, activation, weight.shape[0])
@@ -422,57 +389,3 @@ def _part_by_part(widths: Sequence[Sequence[int]], groups: int) -> list[range]:
             order += [range(start, start + width) for start in starts]
         first = behind
     return order
-
-
-_DELTA_NETS = (
-    DeltaNetParts({"in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_b": "b", "in_proj_a": "a"}, "norm", "out_proj"),
-    DeltaNetParts({"in_proj_qkvz": "qkvz", "in_proj_ba": "ba"}, "norm", "out_proj", by_key_head=True),
-    DeltaNetParts(
-        {"q_proj": "q", "k_proj": "k", "v_proj": "v", "g_proj": "z", "b_proj": "b", "a_proj": "a"}, "o_norm", "o_proj"
-    ),
-    DeltaNetParts(
-        {
-            "q_proj": "q",
-            "k_proj": "k",
-            "v_proj": "v",
-            "g_a_proj": "z",
-            "b_proj": "b",
-            "forget_gate.f_a_proj": "a",
-        },
-        "o_norm",
-        "o_proj",
-        behind={"z": "g_b_proj", "a": "forget_gate.f_b_proj"},
-        decay="forget_gate",
-    ),
-    DeltaNetParts(
-        {
-            "q_proj": "q",
-            "k_proj": "k",
-            "v_proj": "v",
-            "g_proj": "z",
-            "b_proj": "b",
-            "forget_gate.f_proj": "a",
-        },
-        "o_norm",
-        "o_proj",
-        decay="forget_gate",
-    ),
-)
-_MIXERS: Sequence[tuple[set[str], Callable[[Operations, Any], StateMixer]]] = (
-    ({"conv", "in_proj", "out_proj"}, ShortConvolution),
-    ({"act", "conv1d", "in_proj", "norm", "out_proj"}, Mamba2),
-    *((parts.names, partial(GatedDeltaNet, parts=parts)) for parts in _DELTA_NETS),
-)
-"""The names of a module's parts, and the mixer that may take the place of such a module."""
-
-
-def state_mixer_of(child: nn.Module, operations: Operations) -> StateMixer | None:
-    """The mixer that may compute what a module computes; None if there is none."""
-    names = {name for name, _ in child.named_children()}
-    build = next((build for parts, build in _MIXERS if names == parts), None)
-    if build is None:
-        return None
-    try:
-        return build(operations, child)
-    except (AttributeError, TypeError, RuntimeError):
-        return None

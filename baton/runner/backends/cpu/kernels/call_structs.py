@@ -97,6 +97,7 @@ class GateKind(IntEnum):
     SOFTPLUS = 0
     SIGMOID = 1
     PLAIN = 2
+    NARROWED = 3
 
 
 class GateCall(ctypes.Structure):
@@ -244,7 +245,7 @@ class KernelConvolutionCall(ctypes.Structure):
 class KernelRecurrenceCall(ctypes.Structure):
     _fields_ = [
         ("states", States),
-        *_fields(_POINTER, "query key value out decay beta skip"),
+        *_fields(_POINTER, "query key value out decay beta skip rates"),
         *_fields(_INT64, "query_stride key_stride value_stride out_stride decay_stride beta_stride"),
         *_fields(_INT64, "heads groups key_dim value_dim columns_per_task"),
         *_fields(_FLOAT, "scale norm_eps"),

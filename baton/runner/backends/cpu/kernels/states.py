@@ -80,6 +80,7 @@ def recurrence_structure(
     scale: float,
     norm_eps: float | None,
     skip: torch.Tensor | None,
+    rates: torch.Tensor | None = None,
 ) -> KernelRecurrenceCall:
     """The kernel's arguments for a layer, without those of a step."""
     heads, key_dim, value_dim = state.shape
@@ -91,9 +92,10 @@ def recurrence_structure(
         value_dim=value_dim,
         scale=scale,
         norm_eps=norm_eps or 0.0,
-        decay_per_key=decay_per_key,
+        decay_per_key=decay_per_key or rates is not None,
         has_norm=norm_eps is not None,
         skip=None if skip is None else skip.data_ptr(),
+        rates=None if rates is None else rates.data_ptr(),
     )
 
 
@@ -189,6 +191,14 @@ def require_skip(skip: torch.Tensor | None, heads: int) -> None:
     """Raises KernelArgumentError for numbers that are not one for each head."""
     if skip is not None:
         _require_float32("skip", skip, (heads,))
+
+
+def require_rates(rates: torch.Tensor | None, decay: Rows, state: StateView) -> None:
+    """Raises KernelArgumentError for rates of decay that are not one for each row of each head's state."""
+    if rates is not None:
+        _require_float32("rates", rates, tuple(state.shape[:2]))
+        if decay.width != state.shape[0]:
+            raise KernelArgumentError("decay", f"has {decay.width} columns, and with rates one for each head")
 
 
 def require_state(state: StateView, shape: tuple[int, ...]) -> None:

@@ -156,10 +156,11 @@ struct norm_call {
 };
 
 /* Gates in float32: factor * function((x + bias) * scale), where the function's values are kept within limits. */
-enum gate_function { GATE_SOFTPLUS, GATE_SIGMOID, GATE_PLAIN }; /* ln(1 + e^x); GATE_PLAIN: x itself, which is widened */
+/* ln(1 + e^x); GATE_PLAIN: x itself, which is widened; GATE_NARROWED: x, which is float32, rounded to the dtype of other x */
+enum gate_function { GATE_SOFTPLUS, GATE_SIGMOID, GATE_PLAIN, GATE_NARROWED };
 struct gate_call {
     const void *x;              /* [rows, columns]; x_stride: elements from row to row */
-    float *out;                 /* [rows, columns]; out_stride: elements from row to row */
+    void *out;                  /* float32 [rows, columns]; out_stride: elements from row to row */
     const float *bias, *scale, *factor; /* [columns] or NULL */
     size_t rows, columns, x_stride, out_stride, rows_per_task;
     float low, high;
@@ -377,6 +378,7 @@ struct recurrence_call {
     const float *decay;      /* [rows, heads], or [rows, heads, key_dim] with decay_per_key */
     const float *beta;       /* [rows, heads], what values are multiplied by, or NULL */
     const float *skip;       /* [heads], how much of the values is added to out, or NULL */
+    const float *rates;      /* [heads, key_dim], what decay [rows, heads] is multiplied by for each row of a state, or NULL */
     int64_t query_stride, key_stride, value_stride, out_stride, decay_stride, beta_stride;
     int64_t heads, groups, key_dim, value_dim;
     int64_t columns_per_task; /* of a head's value_dim; a multiple of LANES */

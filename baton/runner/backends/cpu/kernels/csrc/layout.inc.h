@@ -143,7 +143,7 @@ static const struct layout_entry layout[] = {
     FIELD(recurrence_call, heads), FIELD(recurrence_call, groups), FIELD(recurrence_call, key_dim),
     FIELD(recurrence_call, value_dim), FIELD(recurrence_call, columns_per_task), FIELD(recurrence_call, scale),
     FIELD(recurrence_call, norm_eps), FIELD(recurrence_call, decay_per_key), FIELD(recurrence_call, has_norm),
-    FIELD(recurrence_call, skip), FIELD(recurrence_call, has_delta_rule),
+    FIELD(recurrence_call, skip), FIELD(recurrence_call, rates), FIELD(recurrence_call, has_delta_rule),
 
     WHOLE(struct take_rows_call, "take_rows_call"),
     FIELD(take_rows_call, x), FIELD(take_rows_call, out), FIELD(take_rows_call, index), FIELD(take_rows_call, rows),
@@ -190,6 +190,7 @@ static const struct layout_entry layout[] = {
 
     VALUE("gate_function", "SOFTPLUS", GATE_SOFTPLUS), VALUE("gate_function", "SIGMOID", GATE_SIGMOID),
     VALUE("gate_function", "PLAIN", GATE_PLAIN),
+    VALUE("gate_function", "NARROWED", GATE_NARROWED),
 
     VALUE("routing_scores", "SOFTMAX", SCORES_SOFTMAX), VALUE("routing_scores", "SIGMOID", SCORES_SIGMOID),
     VALUE("routing_scores", "SOFTMAX_OF_CHOSEN", SCORES_SOFTMAX_OF_CHOSEN),

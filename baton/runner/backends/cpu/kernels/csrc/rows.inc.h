@@ -102,6 +102,11 @@ INLINE void gate_rows(const enum dtype dtype, const struct gate_call *call, size
     for (; row < end; row++)
         for (size_t i = 0; i < call->columns; i += LANES) {
             const size_t count = lanes_left(i, call->columns);
+            if (call->function == GATE_NARROWED) {
+                v16 wide = load_lanes(DTYPE_FLOAT32, call->x, row * call->x_stride + i, count);
+                store_lanes(dtype, call->out, row * call->out_stride + i, count, wide);
+                continue;
+            }
             v16 x = load_lanes(dtype, call->x, row * call->x_stride + i, count);
             if (call->bias != NULL) x = v_add(x, load_lanes(DTYPE_FLOAT32, call->bias, i, count));
             if (call->scale != NULL) x = v_mul(x, load_lanes(DTYPE_FLOAT32, call->scale, i, count));

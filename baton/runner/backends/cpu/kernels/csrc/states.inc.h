@@ -123,7 +123,13 @@ INLINE void prepare_tokens(const enum dtype dtype, const struct recurrence_call 
         v16 factor = v_set1(rows->factor[t]);
         for (size_t i = 0; i < dim; i += LANES) {
             if (call->decay_per_key) {
-                factor = decay_factor(load_lanes(DTYPE_FLOAT32, call->decay, decay + i, lanes_left(i, dim)));
+                v16 logarithm;
+                if (call->rates == NULL)
+                    logarithm = load_lanes(DTYPE_FLOAT32, call->decay, decay + i, lanes_left(i, dim));
+                else
+                    logarithm = v_mul(v_set1(call->decay[((size_t)row + t) * decays + (size_t)head]),
+                                      load_lanes(DTYPE_FLOAT32, call->rates, (size_t)head * dim + i, lanes_left(i, dim)));
+                factor = decay_factor(logarithm);
                 v_store(rows->factors + t * rows->stride + i, factor);
             }
             v16 part = v_mul(v_load(key + i), v_set1(key_lengths[t]));

@@ -46,6 +46,7 @@ from baton.runner.backends.cpu.kernels.states import (
     require_filter,
     require_kept_lens,
     require_numbers,
+    require_rates,
     require_recurred_rows,
     require_skip,
 )
@@ -137,20 +138,25 @@ class Program(RowRecording):
         group: int,
         has_delta_rule: bool = True,
         skip: torch.Tensor | None = None,
+        rates: torch.Tensor | None = None,
         into: str | Rows,
     ) -> Rows:
-        """Record a recurrence, with the block tables of a group of layers; decay and beta are float32 rows."""
+        """Record a recurrence, with the block tables of a group of layers; decay and beta are float32 rows.
+
+        `rates`: float32 [H, DK]; the decay of each row of a head's state is then its rate times the head's decay.
+        """
         require_recurred_rows(query, key, value, decay, beta, state)
         require_numbers(scale, norm_eps)
         heads, key_dim, value_dim = state.shape
         require_skip(skip, heads)
+        require_rates(rates, decay, state)
         out = self._out(into, heads * value_dim, sampled=False)
-        call = recurrence_structure(state, query.width // key_dim, decay.width > heads, scale, norm_eps, skip)
+        call = recurrence_structure(state, query.width // key_dim, decay.width > heads, scale, norm_eps, skip, rates)
         call.has_delta_rule = has_delta_rule and beta is not None
         call.query_stride, call.key_stride, call.value_stride = query.stride, key.stride, value.stride
         call.out_stride, call.decay_stride = out.stride, decay.stride
         call.beta_stride = 0 if beta is None else beta.stride
-        self._kept += [state.memory, skip]
+        self._kept += [state.memory, skip, rates]
         operands = (key, value, decay, beta)
         self._record(OperationKind.RECUR, query, Call(recurrence=call), out=out, operands=operands, group=group)
         return out

@@ -216,21 +216,17 @@ class Recording:
     ) -> None:
         """`operands`: the second to the fifth, as far as there are any (csrc/program.c). `room`: of a mixture.
 
-        `dtype`: that of x, which may be float32 for a product; None: the program's.
+        `dtype`: of what is computed, which may be float32; None: the program's, of a route x's.
         """
         of = x if out is None else out
         dtype = (x.dtype if x is not None and kind is OperationKind.ROUTE else self._dtype) if dtype is None else dtype
         # The operands that recurrences, rotations, routes and mixtures have checked may have other dtypes.
         alike = {OperationKind.RECUR: 2, OperationKind.ROTATE: 0, OperationKind.ROUTE: 0, OperationKind.MIXTURE: 0}
         same = [*operands[: alike.get(kind, len(operands))]]
-        if kind not in (OperationKind.LINEAR, OperationKind.ROUTE, OperationKind.TAKE_ROWS):
-            same.append(x)
         if kind not in (OperationKind.LINEAR, OperationKind.GATE, OperationKind.ROUTE, OperationKind.TAKE_ROWS):
-            same.append(out)
-        if any(rows is not None and rows.dtype != self._dtype for rows in same):
-            raise KernelArgumentError(
-                "into", f"and all operands must be {self._dtype}; only products and gates can be float32"
-            )
+            same += [x, out]
+        if any(rows is not None and rows.dtype != dtype for rows in same):
+            raise KernelArgumentError("into", f"and all operands must be {dtype}")
         places = [self._place(rows) for rows in (x, out, *operands, *[None] * (4 - len(operands)))]
         second = operands[0] if operands else None
         stride = 0 if second is None else second.stride

@@ -35,7 +35,10 @@ class RowRecording(Recording):
     """Records what functions of the same names in rows.py compute."""
 
     def rms_norm(self, x: Rows, weight: torch.Tensor, eps: float, *, plus_one: bool, into: str | Rows) -> Rows:
-        """Record the norm of each piece of x that is as wide as the weight (a row, or each of its heads)."""
+        """Record the norm of each piece of x that is as wide as the weight (a row, or each of its heads).
+
+        x may be float32; then the weight is, too.
+        """
         return self._norm(x, None, self._norm_call(x, weight, None, eps, plus_one=plus_one), into)
 
     def add_rms_norm(
@@ -92,6 +95,7 @@ class RowRecording(Recording):
 
         `limits`: between which the function's values are kept.
         """
+        self._require_own(x)
         call = gate_structure(x.width, function, bias, factor, limits, scale)
         out = self._buffers.scratch(into, x.width, x.sampled, torch.float32)
         call.x_stride, call.out_stride = x.stride, out.stride
@@ -101,10 +105,24 @@ class RowRecording(Recording):
 
     def widened(self, x: Rows, *, into: str) -> Rows:
         """Record x in float32."""
+        self._require_own(x)
         call = GateCall(columns=x.width, x_stride=x.stride, out_stride=x.width, function=GateKind.PLAIN)
         out = self._buffers.scratch(into, x.width, x.sampled, torch.float32)
         self._record(OperationKind.GATE, x, Call(gate=call), out=out)
         return out
+
+    def narrowed(self, x: Rows, *, into: str | Rows) -> Rows:
+        """Record x, which is float32, rounded to the program's dtype."""
+        if x.dtype != torch.float32:
+            raise KernelArgumentError("x", f"must be float32, is {x.dtype}")
+        out = self._out(into, x.width, x.sampled)
+        call = GateCall(columns=x.width, x_stride=x.stride, out_stride=x.width, function=GateKind.NARROWED)
+        self._record(OperationKind.GATE, x, Call(gate=call), out=out)
+        return out
+
+    def _require_own(self, x: Rows) -> None:
+        if x.dtype != self._dtype:
+            raise KernelArgumentError("x", f"must be {self._dtype}, is {x.dtype}")
 
     def multiply(self, x: Rows, by: Rows, activation: GateFunction | None, *, into: str | Rows) -> Rows:
         """Record x * activation(by), or without one x * by, rounded once; by may have one number for each head of x."""
@@ -137,14 +155,16 @@ class RowRecording(Recording):
         return out
 
     def add(self, one: Rows, other: Rows, factor: float, *, into: str | Rows) -> Rows:
-        """Record one + other * factor, the product rounded and then the sum; `into` may be one of both."""
+        """Record one + other * factor, the product rounded and then the sum; `into` may be one of both.
+
+        Both may be float32.
+        """
         self._require_as_many(one, other, "other")
         if (other.width, one.stride, other.stride) != (one.width, one.width, one.width):
             raise KernelArgumentError("other", "and the rows to which it is added must be whole rows of one width")
-        out = self._out(into, one.width, one.sampled)
-        self._record(
-            OperationKind.ADD, one, Call(add=AddCall(columns=one.width, factor=factor)), out=out, operands=(other,)
-        )
+        out = self._out(into, one.width, one.sampled, one.dtype)
+        call = Call(add=AddCall(columns=one.width, factor=factor))
+        self._record(OperationKind.ADD, one, call, out=out, operands=(other,), dtype=one.dtype)
         return out
 
     def rotate(self, x: Rows, head_dim: int, cos: Rows, sin: Rows, *, first: int = 0, in_pairs: bool = False) -> None:
@@ -182,7 +202,7 @@ class RowRecording(Recording):
                 "weight", f"must be [n] with n a divisor of {x.width}, or [heads, n] of all heads"
             )
         self._kept += [weight, bias]
-        return norm_structure(weight.shape, self._dtype, weight, bias, eps, plus_one=plus_one, around_mean=around_mean)
+        return norm_structure(weight.shape, x.dtype, weight, bias, eps, plus_one=plus_one, around_mean=around_mean)
 
     def _norm(self, x: Rows, residual: Rows | None, call: NormCall, into: str | Rows, gate: Rows | None = None) -> Rows:
         if residual is not None and (
@@ -190,8 +210,9 @@ class RowRecording(Recording):
         ):
             raise KernelArgumentError("residual", "must be whole rows of x's shape")
         n = call.n
-        out = self._out(into, x.width, x.sampled)
+        out = self._out(into, x.width, x.sampled, x.dtype)
         call.columns, call.row_stride, call.column_stride = x.width // n, x.stride, n
         call.gate_row_stride, call.gate_column_stride = 0 if gate is None else gate.stride, n
-        self._record(OperationKind.NORM, x, Call(norm=call), out=out, operands=(residual, residual, gate))
+        operands = (residual, residual, gate)
+        self._record(OperationKind.NORM, x, Call(norm=call), out=out, operands=operands, dtype=x.dtype)
         return out

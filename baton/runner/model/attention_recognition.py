@@ -13,7 +13,7 @@ from torch import nn
 
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import rms_norm, rotate
-from baton.runner.model.attention import EchoAttention, heads_in
+from baton.runner.model.attention import heads_in
 from baton.runner.model.comparison import (
     KINDS,
     LAYOUTS,
@@ -38,6 +38,7 @@ from baton.runner.model.fused.attention import (
 )
 from baton.runner.model.fused.reading_attention import ReadingAttention
 from baton.runner.model.fused.rows import AnyNorm, FusedLayerNorm, FusedNorm
+from baton.runner.model.probe_attention import EchoAttention
 
 
 @dataclass(frozen=True, slots=True)

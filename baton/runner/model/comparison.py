@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from baton.runner.model.attention import EchoAttention
 from baton.runner.model.fused.attention import AngleLayout, Angles
+from baton.runner.model.probe_attention import EchoAttention
 from baton.runner.model.stored.layers import StoredLinear
 
 NUM_ROWS = 5

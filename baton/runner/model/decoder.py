@@ -29,18 +29,8 @@ from baton.runner.backends.operations import Operations
 from baton.runner.model.attention import PagedAttention
 from baton.runner.model.layers import PackedLinear, head_of
 from baton.runner.model.loop.angles import AngleTables
-from baton.runner.model.loop.steps import (
-    FUSED_NORMS,
-    FUSED_PARTS,
-    Call,
-    IsLimited,
-    Mixer,
-    Reader,
-    RecordedRows,
-    StepRows,
-    needed_steps,
-    operations_of,
-)
+from baton.runner.model.loop.operations import RecordedRows, StepRows, operations_of
+from baton.runner.model.loop.steps import FUSED_NORMS, FUSED_PARTS, Call, IsLimited, Mixer, Reader, needed_steps
 from baton.runner.model.loop.trace import LoopTrace, NotAPlainDecoder, same_bits
 from baton.runner.model.stage import NoHead
 

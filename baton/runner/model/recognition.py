@@ -20,7 +20,6 @@ from torch.nn import functional
 from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import activate, rms_norm
-from baton.runner.model.attention import EchoAttention
 from baton.runner.model.attention_recognition import AttentionRecogniser, NotRecognised, norm_without_weight
 from baton.runner.model.comparison import (
     NUM_ROWS,
@@ -34,6 +33,7 @@ from baton.runner.model.comparison import (
 )
 from baton.runner.model.fused.attention import CalledAsAttention
 from baton.runner.model.fused.rows import AnyNorm, FusedActivation, FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp
+from baton.runner.model.probe_attention import EchoAttention
 from baton.runner.model.states.layer_functions import keep_states_in_cache
 from baton.runner.model.states.mixers import StateMixer
 from baton.runner.model.states.recognition import state_mixer_of

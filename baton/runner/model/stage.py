@@ -18,13 +18,9 @@ import torch
 from torch import nn
 
 from baton.engine.runner import LayerGeometry, LayerState
-from baton.runner.model.attention import (
-    KINDS_WITHOUT_CACHE,
-    ProbeAttention,
-    UnsupportedAttention,
-    require_windows,
-)
+from baton.runner.model.attention import KINDS_WITHOUT_CACHE, UnsupportedAttention, require_windows
 from baton.runner.model.layers import head_of
+from baton.runner.model.probe_attention import ProbeAttention
 from baton.runner.model.stored.layers import StoredEmbedding
 from baton.runner.parts import Stage
 

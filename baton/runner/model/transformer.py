@@ -18,14 +18,7 @@ from baton.runner.backends.cuda.shared_splits import Int32Array, find_in_groups
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.execution.input_batch import FlatBatch
-from baton.runner.model.attention import (
-    EchoAttention,
-    PagedAttention,
-    ProbeAttention,
-    UnsupportedAttention,
-    bind,
-    number_layers,
-)
+from baton.runner.model.attention import PagedAttention, UnsupportedAttention, bind, number_layers
 from baton.runner.model.cached_model import (
     CachedModel,
     cache_memory,
@@ -36,19 +29,14 @@ from baton.runner.model.cached_model import (
     on_host,
 )
 from baton.runner.model.decode_graphs import DecodeGraphs
-from baton.runner.model.decoder import (
-    Decoder,
-    GivenRows,
-    HiddenAndLogits,
-    ModelOutput,
-    given_to,
-)
+from baton.runner.model.decoder import Decoder, GivenRows, HiddenAndLogits, ModelOutput, given_to
 from baton.runner.model.fused.reading_attention import ReadingAttention
 from baton.runner.model.latents.recognition import attend_to_latents, refuse_selections
 from baton.runner.model.layers import ProductWatch, RowMatrices, head_of, replace_products
 from baton.runner.model.long_angles import LongAngles, replace_rotary
 from baton.runner.model.loop.trace import LoopTrace, NotAPlainDecoder
 from baton.runner.model.mixtures.recognition import fuse_mixtures
+from baton.runner.model.probe_attention import EchoAttention, ProbeAttention
 from baton.runner.model.recognition import fuse
 from baton.runner.model.row_positions import TokensBefore, apart, has_grids
 from baton.runner.model.stage import (

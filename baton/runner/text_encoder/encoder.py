@@ -25,17 +25,11 @@ from baton.messages.pooling import ModelPooling, Pooling
 from baton.runner.backends.attention_call import AttentionCall, StepLayout
 from baton.runner.backends.operations import Operations
 from baton.runner.execution.input_batch import FlatBatch
-from baton.runner.model.attention import (
-    Attend,
-    AttentionParameters,
-    ProbeAttention,
-    UnsupportedAttention,
-    cache_views,
-    dense_rows,
-)
+from baton.runner.model.attention import Attend, AttentionParameters, UnsupportedAttention, cache_views, dense_rows
 from baton.runner.model.cached_model import CachedModel, failing_as_unusable, on_device, on_device_of_model, on_host
 from baton.runner.model.layers import ProductWatch, replace_products
 from baton.runner.model.long_angles import refuse_long_angles
+from baton.runner.model.probe_attention import ProbeAttention
 from baton.runner.model.stored.mapped_files import MappedFiles
 from baton.runner.model.weights import LoadedModel
 from baton.runner.spec import CacheSpec

@@ -14,9 +14,11 @@ from torch import nn
 from baton.runner.adapters.adaptable import AdaptableProduct
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
-from baton.runner.model.attention import EchoAttention
-from baton.runner.model.loop.steps import StepRows, needed_steps, operations_of
-from baton.runner.model.loop.trace import LogitsMap, LoopTrace, NotAPlainDecoder
+from baton.runner.model.loop.logits_map import LogitsMap
+from baton.runner.model.loop.operations import StepRows, operations_of
+from baton.runner.model.loop.steps import needed_steps
+from baton.runner.model.loop.trace import LoopTrace, NotAPlainDecoder
+from baton.runner.model.probe_attention import EchoAttention
 from baton.runner.model.random_model import write_random_model
 from tests.support.listed_types import LISTED_TYPES
 from tests.support.load_with import load_with

@@ -19,7 +19,8 @@ from baton.messages.sampling import SamplingParams
 from baton.runner.backends.ranks.host_ranks import SharedFiles
 from baton.runner.execution.input_batch import FlatBatch
 from baton.runner.loading import load_runner
-from baton.runner.model.attention import ProbeAttention, UnsupportedAttention
+from baton.runner.model.attention import UnsupportedAttention
+from baton.runner.model.probe_attention import ProbeAttention
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.stage import LayerReport, StageReport, entries_of_stages, layers_found, layers_of_entries
 from baton.runner.parts import Stage

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from baton.runner.backends.operations import Operations
-from baton.runner.model.attention import EchoAttention, UnsupportedAttention
+from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.comparison import (
     KINDS,
     LAYOUTS,
@@ -28,6 +28,7 @@ from baton.runner.model.latents.fused import FusedLatentAttention, Parts
 from baton.runner.model.latents.heads import LatentHeads, take_heads
 from baton.runner.model.latents.indexer import Selections
 from baton.runner.model.latents.sparse import selects_otherwise, sparse_attention_of
+from baton.runner.model.probe_attention import EchoAttention
 from baton.runner.model.stored.layers import forget_weights
 
 

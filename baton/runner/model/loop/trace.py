@@ -8,23 +8,24 @@ with the layers' inputs. Factors are numbers of the model's configuration, or of
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, reduce
 from itertools import permutations, product
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from baton.runner.model.attention import EchoAttention, UnsupportedAttention
+from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.fused.attention import CalledAsAttention, Rotation
 from baton.runner.model.layers import head_of
 from baton.runner.model.long_angles import LongAngles, is_rotary
 from baton.runner.model.loop.angles import AngleKind
+from baton.runner.model.loop.factors import factors_of, numbers_of, own_factor
 from baton.runner.model.loop.layer_inputs import LayerInputs, has_layer_inputs
+from baton.runner.model.loop.logits_map import LogitsKind, LogitsMap
 from baton.runner.model.loop.positions import PositionRows, positions_of
 from baton.runner.model.loop.steps import (
     FUSED_NORMS,
@@ -39,6 +40,7 @@ from baton.runner.model.loop.steps import (
     TimesInput,
 )
 from baton.runner.model.mixtures.router import FusedRouter, RoutedExperts
+from baton.runner.model.probe_attention import EchoAttention
 from baton.runner.model.stage import OtherLayer, ReceivedRows, layers_of
 from baton.runner.model.stored.plan import is_experts
 
@@ -46,7 +48,6 @@ _FEW = 2
 """So many rows of a sum are compared before all are."""
 _ROTATED = 3
 """The first arguments of a rotary module: itself, rows, and positions."""
-_Kind = Literal["as they are", "times", "over", "capped"]
 
 
 class NotAPlainDecoder(Exception):
@@ -56,24 +57,6 @@ class NotAPlainDecoder(Exception):
 def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     """Whether two tensors are equal, where NaN equals NaN."""
     return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
-
-
-@dataclass(frozen=True, slots=True)
-class LogitsMap:
-    """What a model makes of the output of its head."""
-
-    kind: _Kind = "as they are"
-    number: float = 1.0
-
-    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """The model's logits, from the output of the head, of the same shape."""
-        if self.kind == "as they are":
-            return logits
-        if self.kind == "times":
-            return logits * self.number
-        if self.kind == "over":
-            return logits / self.number
-        return torch.tanh(logits / self.number) * self.number
 
 
 class _HasLogits(Protocol):
@@ -125,7 +108,7 @@ class LoopTrace:
         """How the logits follow from the head's output."""
         self._module = module
         self._echo = echo
-        self._numbers = _numbers_of(module.config)
+        self._numbers = numbers_of(module.config)
         self._factors = [1.0]
         """The factors of sums so far, which are tried before all numbers."""
         self._of_layers: list[float] = []
@@ -173,7 +156,7 @@ class LoopTrace:
             raise NotAPlainDecoder(f"{type(module).__name__} has no head")
         base = next(part for part in module.modules() if any(child is layers for child in part.children()))
         own = [layer for layer in layers if not isinstance(layer, OtherLayer)]
-        self._of_layers = sorted({number for layer in own for number in _factors_of(layer)})
+        self._of_layers = sorted({number for layer in own for number in factors_of(layer)})
         self._numbers = sorted({*self._numbers, *self._of_layers})
         received = next((layer for layer in layers if isinstance(layer, ReceivedRows)), None)
         with ExitStack() as hooks:
@@ -199,7 +182,7 @@ class LoopTrace:
                     before(part, self._entered)
                     behind(part, partial(self._left, f"{name} of {kind}"))
                 is_end = layer is own[-1] and layer is not layers[-1]
-                behind(layer, partial(self._left_layer, kind, is_end, _own_factor(layer)))
+                behind(layer, partial(self._left_layer, kind, is_end, own_factor(layer)))
             before(head, self._entered_head)
             behind(head, self._left_head)
             yield
@@ -209,7 +192,7 @@ class LoopTrace:
         """Find out how the model's logits follow from its head's output. Raises NotAPlainDecoder."""
         if self._head_rows is None:
             return
-        kinds: tuple[_Kind, ...] = ("times", "over", "capped")
+        kinds: tuple[LogitsKind, ...] = ("times", "over", "capped")
         maps = [LogitsMap(), *(LogitsMap(kind, number) for kind in kinds for number in self._numbers)]
         found = next((fitting for fitting in maps if _equal(fitting(self._head_rows), logits)), None)
         if found is None:
@@ -464,29 +447,6 @@ class LoopTrace:
         is_wide = self._rows[one].dtype != self._rows[other].dtype
         self.steps.append(Sum(one, other, number, factor, is_wide))
         return number
-
-
-def _numbers_of(config: Any) -> list[float]:
-    """The numbers of a configuration that may be factors, those among them that it computes of others."""
-    computed = (getattr(config, name, None) for name, of in vars(type(config)).items() if isinstance(of, property))
-    numbers = {float(value) for value in (*vars(config).values(), *computed) if isinstance(value, int | float)}
-    return sorted(number for number in numbers if math.isfinite(number) and number not in (0.0, 1.0))
-
-
-def _factors_of(layer: nn.Module) -> list[float]:
-    """The numbers that a layer has made of its configuration and may have as factors."""
-    return [
-        value
-        for name, value in vars(layer).items()
-        if isinstance(value, float) and not name.startswith("_") and math.isfinite(value) and value not in (0.0, 1.0)
-    ]
-
-
-def _own_factor(layer: nn.Module) -> float:
-    """The number that a layer has as a tensor of one element, which it may multiply its rows with; 1.0: it has none."""
-    own = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
-    factors = [float(tensor) for tensor in own if tensor.numel() == 1]
-    return factors[0] if len(factors) == 1 else 1.0
 
 
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -84,15 +84,17 @@ async def _unclear_records(records: Iterable[NodeRecord], asks: Asks) -> list[No
     unclear = []
     for record in records:
         try:
-            answer = await asks(record)
+            incarnation = await asks(record)
         except NobodyListens as error:
-            answer = str(error)
+            why = str(error)
         except BatonError:
             unclear.append(record)
             continue
-        if answer == record.incarnation:
-            raise _name_taken(record)
-        _log.info("an earlier process of this name is gone", node=record.name, earlier=record.incarnation, said=answer)
+        else:
+            if incarnation == record.incarnation:
+                raise _name_taken(record)
+            why = f"{incarnation} answers at its address"
+        _log.info("an earlier process of this name is gone", node=record.name, earlier=record.incarnation, why=why)
     return unclear
 
 

@@ -82,12 +82,18 @@ def settle(
     return reason
 
 
+_PARTS = 1
+"""Counted up whenever Baton's parts of models compute other bits or keep something else in the cache, though kernels
+are as before: when a recognised factor is folded elsewhere, say."""
+
+
 def numerics_of(treatment: str, operations: Operations, layout: KVLayout) -> str:
     """A name for everything that decides the bits, beside the files of the model.
 
     `treatment`: what was made of the weights (`ModelWeights`). Operations may name more once a step was computed.
     """
     numerics = f"{operations.numerics()}/torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+    numerics += f"/parts-{_PARTS}"
     if treatment:
         numerics += f"/{treatment}"
     if layout.has_scales:

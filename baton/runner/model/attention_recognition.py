@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import rms_norm, rotate
-from baton.runner.model.attention import heads_in
+from baton.runner.model.attention import AttentionParameters, heads_in
 from baton.runner.model.comparison import (
     KINDS,
     LAYOUTS,
@@ -150,15 +150,20 @@ class AttentionRecogniser:
         norms = _head_norms(probe, heads, self._operations)
         if norms.value is not None and norms.value.width != value.shape[2]:
             return None, f"the norm of its values is {norms.value.width} wide"
+        if (name := probe.shared.given) is not None:
+            self._sources.pop(name, None)  # that of an earlier layer is the wrong one for the layers behind
         why = "no known kind of rotation gives the same result"
         for laid_out, bound in product(_layouts(weights, heads), _bounds(value)):
             rotation = _rotation(probe, laid_out, heads, norms, bound, (query, key))
             if rotation is None:
                 continue
+            if laid_out.keys_are_values and (rotation.norms_last or norms.query is None or norms.key is None):
+                why = "its keys, which are its values, are rotated before a norm has made others of them"
+                continue
             rotation = replace(rotation, value_factor=_value_factor(probe, laid_out, norms, bound, value))
             norms_of_attended = _norms_of_attended(child, laid_out.out[1].in_features, norms)
             for gate, attended in product(_output_gates(laid_out, heads), norms_of_attended):
-                name, every = probe.shared.given, norms._replace(attended=attended)
+                every = norms._replace(attended=attended)
                 fused = FusedAttention(
                     self._operations, child.layer_idx, laid_out, heads, every, how, rotation, gate, name
                 )
@@ -177,7 +182,7 @@ class AttentionRecogniser:
         heads = (query.shape[1], 0, source.head_dim)
         how, of_source = echo.how, source.how
         assert how is not None
-        if (how.scale, how.window, how.softcap) != (of_source.scale, of_source.window, of_source.softcap) or how.sinks:
+        if not _attend_alike(how, of_source):
             return None, f"it attends otherwise than the layer {source.layer_idx}, whose keys it takes"
         if len(weights.projections) > 1 or weights.gate is not None:
             return None, "it takes keys of another layer and has products of more than queries"
@@ -191,6 +196,15 @@ class AttentionRecogniser:
             self._operations, child.layer_idx, source, given, weights.out, heads, norms.query, rotation
         )
         return (fused, "") if _same_reading(probe, fused) else (None, "its result is changed before the last product")
+
+
+def _attend_alike(one: AttentionParameters, other: AttentionParameters) -> bool:
+    """Whether two layers attend in the same way; False if either has tensors of its own for that."""
+    own = {"sinks", "distance_bias"}
+    if any(getattr(how, name) is not None for how in (one, other) for name in own):
+        return False
+    names = (field.name for field in fields(one) if field.name not in own)
+    return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 def _bounds(value: torch.Tensor) -> list[float | None]:

@@ -42,7 +42,7 @@ def like_input(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def like_weights(module: nn.Module) -> torch.Tensor:
-    """No numbers, in the dtype and on the device of the weights of products."""
+    """An empty tensor in the dtype and on the device of the weights of products."""
     for part in module.modules():
         if isinstance(part, StoredLinear):
             return torch.empty(0, dtype=part.dtype, device=part.device)

@@ -185,10 +185,10 @@ class FusedAttention(CalledAsAttention):
         gate: OutputGate | None = None,
         shared_as: str | None = None,
     ) -> None:
-        """`heads`: H, KH and the width of a head. `norms`: each as wide as one head, or as all of its heads.
+        """`heads`: H, KH and the width of a head. `norms`: each as wide as one head, or as all of its heads; keys that
+        are values have one, before the rotation.
 
-        `shared_as`: under which name the model's other layers are given the keys and values; None: none are. Raises
-        NotImplementedError for keys that are values and are changed in place.
+        `shared_as`: under which name the model's other layers are given the keys and values; None: none are.
         """
         super().__init__()
         self.layer_idx = layer_idx
@@ -207,8 +207,7 @@ class FusedAttention(CalledAsAttention):
         )
         self._rotates_first = rotation.norms_last or norms.query is None or norms.key is None
         self._keys_are_values = given.keys_are_values
-        if self._keys_are_values and self._rotates_first:
-            raise NotImplementedError("keys are rotated in place, and values are what they were before")
+        assert not (self._keys_are_values and self._rotates_first), "keys would be rotated in place"
         self._shared_as = shared_as
         self._shared: tuple[torch.Tensor, torch.Tensor] | None = None
         self._gate = gate

@@ -82,7 +82,7 @@ class ReadingAttention(CalledAsAttention):
         return self._out.linear(ranks.gather(own, [own.shape[1]] * ranks.shard.size), self._out_bias)
 
     def record_reading(
-        self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
+        self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, into: str
     ) -> Rows:
         """Append to a program what `read` computes."""
         query = self._query.record(program, x, self._query_bias, into="query of a reader")

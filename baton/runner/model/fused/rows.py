@@ -149,7 +149,7 @@ class FusedMlp(nn.Module, HasProducts):
         """`names`: of the linear layers of the replaced module: of gate and up, or both in one, and of down. `norm`: of
         what down takes. `factors`: of what the gate gives, and of the result; with a norm there are none."""
         super().__init__()
-        # The gate's factor is one of x: then `up` has it, too, and what goes into `down` must be divided by it.
+        # act(a * g) * u * b, of gate g and up u, is act(g') * u' * b / a, where g' and u' are those of a * x.
         self._of_x, self._of_inner = factors[0], factors[1] / factors[0]
         self._activation = activation
         self._norm = norm

@@ -10,9 +10,17 @@ from torch import nn
 
 def numbers_of(config: Any) -> list[float]:
     """The numbers of a configuration that may be factors, those among them that it computes of others."""
-    computed = (getattr(config, name, None) for name, of in vars(type(config)).items() if isinstance(of, property))
+    computed = (_computed(config, name) for name, of in vars(type(config)).items() if isinstance(of, property))
     numbers = {float(value) for value in (*vars(config).values(), *computed) if isinstance(value, int | float)}
     return sorted(number for number in numbers if math.isfinite(number) and number not in (0.0, 1.0))
+
+
+def _computed(config: Any, name: str) -> object:
+    """A property of a configuration; None if it can't be computed, as some can't of numbers that they don't expect."""
+    try:
+        return getattr(config, name)
+    except Exception:  # whatever a model's own code raises
+        return None
 
 
 def factors_of(layer: nn.Module) -> list[float]:

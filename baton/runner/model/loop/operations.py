@@ -105,7 +105,7 @@ class RecordedRows:
     def replace(self, one: int, gives: int) -> None:
         """Say that the rows `gives` are where the rows `one` were."""
         self.rows[gives] = self.rows[one]
-        for of in (self._of_norm, self._of_sum):
+        for of in (self._of_norm, self._of_sum, self._of_activation):
             if one in of:
                 of[gives] = of.pop(one)
 
@@ -257,11 +257,10 @@ class _ReaderOperation:
 
     def record(self, recorded: RecordedRows, into: Rows | None) -> None:
         call, rows = self._call, recorded.rows
-        sampling = self._is_behind and recorded.sampling
         name = recorded.for_product(call.gives)
         cos, sin = recorded.angles[call.angles]
         rows[call.gives] = self._reader.record_reading(
-            recorded.program, rows[call.given], cos, sin, recorded.paged, sampling=sampling, into=name
+            recorded.program, rows[call.given], cos, sin, recorded.paged, into=name
         )
         recorded.drop(self._drops)
 

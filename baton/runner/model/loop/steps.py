@@ -72,7 +72,7 @@ class Reader(Protocol):
         ...
 
     def record_reading(
-        self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
+        self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, into: str
     ) -> Rows:
         """Append to a program what `read` computes. Raises KernelArgumentError for what programs can't."""
         ...

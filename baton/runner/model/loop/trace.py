@@ -445,6 +445,8 @@ class LoopTrace:
         number = self._add(self._sum(one, (other,), factor, len(self._rows[one])))
         self._oldest[number] = min(self._oldest[one], self._oldest[other])
         is_wide = self._rows[one].dtype != self._rows[other].dtype
+        if is_wide and (factor != 1.0 or self._rows[one].dtype != torch.float32):
+            raise NotAPlainDecoder("rows in float32 are added to others, and these or their factor are no residual")
         self.steps.append(Sum(one, other, number, factor, is_wide))
         return number
 

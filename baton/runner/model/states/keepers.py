@@ -68,7 +68,7 @@ class RecurrentRows:
         return self.decay if self.rates is None else self.decay[..., None] * self.rates
 
 
-class RecordedRows(NamedTuple):
+class RecordedRecurrence(NamedTuple):
     """The rows of a recurrence in a program, as `RecurrentRows` has them."""
 
     query: Rows
@@ -189,7 +189,7 @@ class PagedStates:
         self,
         program: Program,
         layer: int,
-        rows: RecordedRows,
+        rows: RecordedRecurrence,
         scale: float,
         norm_eps: float | None,
         *,

@@ -27,7 +27,7 @@ from baton.runner.model.states.keepers import (
     Convolution,
     HasPagedStates,
     HasStates,
-    RecordedRows,
+    RecordedRecurrence,
     RecurrentRows,
 )
 from baton.runner.model.stored.layers import weight_of
@@ -262,7 +262,7 @@ class GatedDeltaNet(GatedStateMixer):
         query, key, value = columns_of(convolved, keys, keys, values)
         limits, (function, scale, factor) = NO_LIMITS, self._decay
         decay = program.gate(step, function, self._step_bias, factor, limits, scale, into="decay")
-        rows = RecordedRows(
+        rows = RecordedRecurrence(
             query, key, value, decay, program.gate(beta, "sigmoid", None, self._beta_factor, into="beta")
         )
         out = paged.states.record_recurrence(
@@ -356,7 +356,7 @@ class Mamba2(GatedStateMixer):
             program.gate(step, "softplus", bias, factor, limits, scale, into=into_gates)
             for factor, into_gates in ((self._decay, "decay"), (None, "beta"))
         )
-        rows = RecordedRows(query, key, value, decay, beta)
+        rows = RecordedRecurrence(query, key, value, decay, beta)
         out = paged.states.record_recurrence(
             program, self.layer_idx, rows, 1.0, None, has_delta_rule=False, skip=self._skip, into="recurred"
         )

@@ -12,7 +12,7 @@ from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.operations import Operations
 from baton.runner.model.states.gates import PlainGate
-from baton.runner.model.states.keepers import HasPagedStates, RecordedRows, RecurrentRows
+from baton.runner.model.states.keepers import HasPagedStates, RecordedRecurrence, RecurrentRows
 from baton.runner.model.states.mixers import GatedStateMixer, columns_of, filter_of
 
 OWN_NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")
@@ -115,7 +115,7 @@ class SelectiveScan(GatedStateMixer):
         out = paged.states.record_recurrence(
             program,
             self.layer_idx,
-            RecordedRows(query, key, value, sizes, sizes),
+            RecordedRecurrence(query, key, value, sizes, sizes),
             1.0,
             None,
             has_delta_rule=False,

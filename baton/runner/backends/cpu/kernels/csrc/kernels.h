@@ -34,7 +34,7 @@ enum activation {
     ACTIVATION_GELU = 3,
     ACTIVATION_RELU = 4,
     ACTIVATION_RELU_SQUARED = 5,
-    ACTIVATION_CLAMP = 6, /* of activate_call alone, as the next ones */
+    ACTIVATION_CLAMP = 6, /* this one and those below: of activate_call alone */
     ACTIVATION_SCALE = 7,
     ACTIVATION_DIVIDE = 8,
 };
@@ -155,12 +155,13 @@ struct norm_call {
     int around_mean;                /* the row's mean is subtracted first; the norm is rounded once */
 };
 
-/* Gates in float32: factor * function((x + bias) * scale), where the function's values are kept within limits. */
-/* ln(1 + e^x); GATE_PLAIN: x itself, which is widened; GATE_NARROWED: x, which is float32, rounded to the dtype of other x */
+/* Gates in float32: factor * function((x + bias) * scale), where the function's values are kept within limits. The functions
+ * are ln(1 + e^x), 1 / (1 + e^-x) and x itself, which changes the dtype alone, as GATE_NARROWED does the other way: then x is
+ * float32 and out has the dtype of the call, and nothing else is looked at. */
 enum gate_function { GATE_SOFTPLUS, GATE_SIGMOID, GATE_PLAIN, GATE_NARROWED };
 struct gate_call {
     const void *x;              /* [rows, columns]; x_stride: elements from row to row */
-    void *out;                  /* float32 [rows, columns]; out_stride: elements from row to row */
+    void *out;                  /* [rows, columns], float32 but for GATE_NARROWED; out_stride: elements from row to row */
     const float *bias, *scale, *factor; /* [columns] or NULL */
     size_t rows, columns, x_stride, out_stride, rows_per_task;
     float low, high;

@@ -14,8 +14,9 @@
  *     elements of k, in steps of 4 of them:
  *         8 bits: [panel][16][4]
  *         4 bits: [pair of panels][16][4]; the low half of a byte belongs to the pair's first panel, the high half to its second
- *         5 and 6 bits: each pair's 64 bytes are followed by the bits above the fourth: those of code i of a panel's 64 are in
- *         byte i % 16, or i % 32 for 6 bits. The low half of a byte belongs to the first panel, and has the code of least i lowest
+ *         5 and 6 bits: each pair's 64 bytes are followed by the bits above the fourth, 16 bytes for 5 bits and 32 for 6. The low
+ *         half of a byte belongs to the pair's first panel. Of code i of a panel's 64, 5 bits have theirs in byte i % 16, at bit
+ *         i / 16 of the half, and 6 bits in byte i % 32, at bit 2 * (i / 32)
  */
 #ifndef BATON_QUANTIZED_H
 #define BATON_QUANTIZED_H

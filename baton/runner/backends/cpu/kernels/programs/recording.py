@@ -216,7 +216,7 @@ class Recording:
     ) -> None:
         """`operands`: the second to the fifth, as far as there are any (csrc/program.c). `room`: of a mixture.
 
-        `dtype`: of what is computed, which may be float32; None: the program's, of a route x's.
+        `dtype`: of what is computed, which may be float32; None: the program's, and for a route that of x.
         """
         of = x if out is None else out
         dtype = (x.dtype if x is not None and kind is OperationKind.ROUTE else self._dtype) if dtype is None else dtype

@@ -192,7 +192,7 @@ def test_one_call_gives_the_bits_of_many_on_every_instruction_set(models: Path, 
     assert_same(*both(models, "qwen3_windows", dtype, threads=2))
 
 
-@pytest.mark.parametrize("name", ["phimoe", "glm_moe_dsa"])
+@pytest.mark.parametrize("name", ["apertus", "glm_moe_dsa"])
 def test_models_that_can_not_be_recorded_run_in_single_calls(models: Path, name: str) -> None:
     transformer, single = both(models, name, "float32", threads=2)
     assert transformer.why_no_programs

@@ -37,8 +37,8 @@ class ModelWork:
     shapes: frozenset[tuple[int, int]]
     """[n, k] of every product."""
     of_last_token: int = 0
-    """Those parameters of `dense` that only a prompt's last token is multiplied with: of the last layers, if they have
-    no keys of their own."""
+    """How many of `dense` only a prompt's last token is multiplied with: the parameters of the last layers, if these
+    have no keys of their own."""
 
     @property
     def multiplied(self) -> int:
@@ -92,10 +92,10 @@ def work_of(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
     """Counts the work from a config.json and the shapes of all parameters by name."""
     dense, head, table, tables, experts, of_last = 0, 0, 0, 0, 0, 0
     products: set[tuple[int, int]] = set()
-    first_without_keys = int(config.get("num_hidden_layers") or 0) - int(config.get("num_kv_shared_layers") or 0)
+    num_without_keys = int(config.get("num_kv_shared_layers") or 0)
+    first_without_keys = int(config.get("num_hidden_layers") or 0) - num_without_keys
     for name, shape in shapes.items():
-        if (layer := _LAYER.search(name)) is not None and int(layer[1]) >= first_without_keys:
-            of_last += prod(shape)
+        before, layer = dense, _LAYER.search(name)
         if len(shape) < 2:
             dense += prod(shape)
         elif name.startswith("lm_head"):
@@ -112,6 +112,8 @@ def work_of(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
         else:
             dense += prod(shape)
             products.add((shape[0], shape[1]))
+        if num_without_keys and layer is not None and int(layer[1]) >= first_without_keys:
+            of_last += dense - before
     count = next((config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config), 0)
     return ModelWork(
         dense=dense,
@@ -122,7 +124,7 @@ def work_of(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
         num_experts=int(count) if experts else 0,
         experts_per_token=int(config.get("num_experts_per_tok") or 1),
         shapes=frozenset(products),
-        of_last_token=of_last if config.get("num_kv_shared_layers") else 0,
+        of_last_token=of_last,
     )
 
 

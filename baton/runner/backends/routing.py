@@ -16,7 +16,7 @@ from torch.nn import functional
 _COLUMNS = 64
 """torch computes multiples of so many numbers in one way."""
 Scores = Literal["softmax", "sigmoid", "softmax_of_chosen", "softmax_of_near"]
-"""Of the last two the logits are the scores. The weights are the softmax of the chosen ones; or each is an expert's
+"""In the last two the logits are the scores. The weights are the softmax of the chosen ones; or each is an expert's
 share in the softmax of those that are near it, without those chosen before it (SparseMixer, arXiv 2409.12136)."""
 
 
@@ -44,7 +44,7 @@ class Routing:
     factor: float = 1.0
     """What the weights are multiplied with."""
     near: float = 0.0
-    """Of softmax_of_near: the largest (best - logit) / max(|logit|, best) of a logit that is near the best one."""
+    """For softmax_of_near, the largest (best - logit) / max(|logit|, best) of a logit that is near the best one."""
     expert_factors: torch.Tensor | None = None
     """float32 [num_experts]: what the weight of each expert is multiplied with at last."""
 

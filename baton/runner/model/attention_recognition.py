@@ -21,6 +21,7 @@ from baton.runner.model.comparison import (
     SharedKeys,
     agree,
     echoed,
+    factors_of,
     like_input,
     linears_of,
     probe_places,
@@ -40,6 +41,22 @@ from baton.runner.model.fused.reading_attention import ReadingAttention
 from baton.runner.model.fused.rows import AnyNorm, FusedLayerNorm, FusedNorm
 from baton.runner.model.probe_attention import EchoAttention
 
+_LARGE = 1000.0
+"""Attention is compared for as many rows that are so much larger, too, since some of its numbers may be bounded."""
+_LENGTH = 1.25
+"""Cosines and sines are so much larger, as those of some models are: otherwise a norm without a weight would give the
+same before a rotation and behind it."""
+_GATE_ACTIVATIONS: tuple[Literal["sigmoid", "softplus"], ...] = ("sigmoid", "softplus")
+_PROJECTION_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("query_key_value",), ("c_attn",))
+_KEYS_ARE_VALUES_NAMES = (("q_proj", "k_proj"),)
+_QUERY_NAMES = (("q_proj",),)
+_OUT_NAMES = (("o_proj",), ("out_proj",), ("dense",), ("c_proj",))
+_TAKEN_BY_OTHERS = {"key_value_states", "encoder_hidden_states"}
+"""What attention to another text is given."""
+_GATE_NAMES = (("gate_proj",), ("g_proj",))
+_HEAD_NORM_NAMES = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
+"""What models call the parts of attention; what the parts compute is found out."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
@@ -56,23 +73,6 @@ class _Probe:
 
     def echoed(self) -> tuple[EchoAttention, torch.Tensor]:
         return echoed(self.child, self.x, (self.cos, self.sin), self.shared)
-
-
-_LARGE = 1000.0
-"""Attention is compared for as many rows that are so much larger, too, since some of its numbers may be bounded."""
-_LENGTH = 1.25
-"""Cosines and sines are so much larger, as those of some models are: otherwise a norm without a weight would give the
-same before a rotation and behind it."""
-_GATE_ACTIVATIONS: tuple[Literal["sigmoid", "softplus"], ...] = ("sigmoid", "softplus")
-_PROJECTION_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("query_key_value",), ("c_attn",))
-_KEYS_ARE_VALUES_NAMES = (("q_proj", "k_proj"),)
-_QUERY_NAMES = (("q_proj",),)
-_OUT_NAMES = (("o_proj",), ("out_proj",), ("dense",), ("c_proj",))
-_TAKEN_BY_OTHERS = {"key_value_states", "encoder_hidden_states"}
-"""What attention to another text is given."""
-_GATE_NAMES = (("gate_proj",), ("g_proj",))
-_HEAD_NORM_NAMES = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
-"""What models call the parts of attention; what the parts compute is found out."""
 
 
 _Recognised = tuple[FusedAttention | ReadingAttention | None, str]
@@ -327,13 +327,8 @@ def _value_factor(
     values = given[:, -expected.shape[1] * expected.shape[2] :].view(expected.shape)
     if bound is not None:
         values = values.clamp(-bound, bound)
-    factors = _factors(probe.child)
+    factors = factors_of(probe.child)
     return next((factor for factor in factors if _agree_in_parts(expected, values * factor)), 1.0)
-
-
-def _factors(child: Any) -> Sequence[float]:
-    """What a module may multiply queries or values with: nothing, or one of its numbers."""
-    return [*dict.fromkeys((1.0, *(one for one in vars(child).values() if isinstance(one, float) and one > 0.0)))]
 
 
 def _rotation(
@@ -360,12 +355,11 @@ def _rotation(
     if weights.by_head:
         given = given.view(len(x), heads[0], 3, -1).transpose(1, 2).flatten(1, 2)
     rows = (given[:, : heads[0]], given[:, heads[0] : heads[0] + heads[1]])
-    factors = _factors(child)
     # Layers that share keys take them as they are in the cache.
-    of_both = [*product(factors, factors if probe.shared.given is None else (1.0,))]
-    kinds = product((False, True), _query_scales(child), of_both, KINDS, (False, True))
-    for is_backwards, scale, (factor, of_key), kind, norms_last in kinds:
-        rotation = Rotation(kind, probe.layout, norms_last, factor, bound, scale, is_backwards, key_factor=of_key)
+    key_factors = factors_of(child) if probe.shared.given is None else [1.0]
+    kinds = product((False, True), _query_scales(child), factors_of(child), KINDS, (False, True))
+    for is_backwards, scale, factor, kind, norms_last in kinds:
+        rotation = Rotation(kind, probe.layout, norms_last, factor, bound, scale, is_backwards)
         of_keys: Sequence[torch.Tensor] = rotation.arranged(probe.cos[0], probe.sin[0], probe_places(len(x)))
         of_queries = of_keys
         if scale is not None:
@@ -375,10 +369,14 @@ def _rotation(
             continue
         if scale is not None and (kind == "none" or norms_last or width != heads[2]):
             continue
-        parts = zip(rows, norms, (of_queries, of_keys), (factor, of_key), strict=False)
-        turned = (_turned(part, norm, rotation, angles) * times for part, norm, angles, times in parts)
-        if all(_agree_in_parts(*both) for both in zip(expected, turned, strict=False)):
+        if not _agree_in_parts(expected[0], _turned(rows[0], norms.query, rotation, of_queries) * factor):
+            continue
+        if len(expected) == 1:
             return rotation
+        key = _turned(rows[1], norms.key, rotation, of_keys)
+        for of_key in key_factors:
+            if _agree_in_parts(expected[1], key * of_key):
+                return replace(rotation, key_factor=of_key)
     return None
 
 

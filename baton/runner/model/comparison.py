@@ -60,6 +60,12 @@ def linears_of(child: Any, known_names: Sequence[Sequence[str]]) -> dict[str, nn
     return None
 
 
+def factors_of(child: Any) -> list[float]:
+    """What a module may multiply its rows with: 1.0, which changes nothing, and its positive numbers."""
+    own = (value for value in vars(child).values() if isinstance(value, float) and value > 0.0)
+    return [*dict.fromkeys((1.0, *own))]
+
+
 def random_angles(
     width: int, layout: AngleLayout, generator: torch.Generator, num_rows: int = NUM_ROWS
 ) -> torch.Tensor:

@@ -102,7 +102,7 @@ class StepInput(NamedTuple):
 
     @property
     def arguments(self) -> list[torch.Tensor]:
-        """Those of a program."""
+        """The arguments of a program, in its order."""
         return [part for part in self if part is not None]
 
 

@@ -27,6 +27,7 @@ from baton.runner.model.comparison import (
     angle_dtypes_of,
     angle_widths,
     children_of,
+    factors_of,
     like_input,
     like_weights,
     linears_of,
@@ -248,11 +249,10 @@ def _factors_of_mlp(
     expected: torch.Tensor,
 ) -> tuple[float, float]:
     """The numbers of a gated MLP that it multiplies what its gate gives with, and its result, to give `expected`."""
-    own = [value for value in vars(child).values() if isinstance(value, float) and value > 0.0]
-    if not own:
+    factors = factors_of(child)
+    if len(factors) == 1:
         return 1.0, 1.0
     gates, up = torch.cat([part(x) for part in gate_and_up], dim=-1).chunk(2, dim=-1)
-    factors = dict.fromkeys((1.0, *own))
     for of_gate, of_result in product(factors, factors):
         out = down(activate(gates.float() * of_gate, activation).to(up.dtype) * up) * of_result
         if agree(expected, out):

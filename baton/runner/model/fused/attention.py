@@ -112,7 +112,7 @@ class HeadNorms(NamedTuple):
     key: AnyNorm | None = None
     value: AnyNorm | None = None
     attended: AnyNorm | None = None
-    """Of all heads, before the last product."""
+    """The norm of what all heads attended, before the last product; None: there is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,9 @@ from baton.runner.model.stored.layers import weight_of
 class ReadingAttention(CalledAsAttention):
     """Attention that computes queries alone, and attends to the keys and values of an earlier layer."""
 
+    source: FusedAttention
+    """The layer whose keys and values these are."""
+
     def __init__(
         self,
         operations: Operations,
@@ -33,7 +36,7 @@ class ReadingAttention(CalledAsAttention):
         norm: AnyNorm | None,
         rotation: Rotation,
     ) -> None:
-        """`source`: whose keys and values these are. `heads`: H, KH and the width of a head. `norm`: of queries."""
+        """`heads`: H, KH and the width of a head. `norm`: of queries."""
         super().__init__()
         self.layer_idx = layer_idx
         self.rotation = rotation
@@ -53,8 +56,6 @@ class ReadingAttention(CalledAsAttention):
         self._query_bias = None if bias is None else bias.detach()[rows[0].start : rows[0].stop].clone()
         self._out = AdaptableProduct.of_layer(operations, out[0], weight_of(out[1]))
         self._out_bias = None if out[1].bias is None else out[1].bias.detach().clone()
-
-    source: FusedAttention
 
     @property
     def products(self) -> Sequence[AdaptableProduct]:

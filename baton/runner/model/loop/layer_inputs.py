@@ -33,7 +33,7 @@ class LayerInputs:
 
     @classmethod
     def of(cls, base: Any, token_ids: torch.Tensor, embedded: torch.Tensor) -> LayerInputs:
-        """Those of a model that has some; they are computed once, for tokens [T] and their embedding [T, K]."""
+        """The inputs of a model that has some, which are computed once, for tokens [T] and their embedding [T, K]."""
         called: set[nn.Module] = set()
         inputs = cls(base, frozenset())
         with ExitStack() as hooks:

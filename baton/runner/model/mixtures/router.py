@@ -53,7 +53,7 @@ class RoutingProduct:
             part: Any = self._holder.get_submodule(self._path)
             bias = getattr(part, "bias", None)
             bias = None if bias is None else bias.detach().to(self._dtype)
-            # It is a layer, or multiplies a weight itself (layers.py).
+            # The router's part is a layer, or multiplies a weight itself (layers.py).
             adaptable, packed = part.product_in(self._dtype)
             self._found = _Product(adaptable, packed, bias)
         return self._found
@@ -86,9 +86,9 @@ class RouterParts:
     routing: Routing
     logits_dtype: torch.dtype
     norm: FusedNorm | None
-    """Of the rows, before the product."""
+    """The norm of the rows before the product; None: there is none."""
     factor: float
-    """What these are multiplied with."""
+    """What these rows are multiplied with."""
     num_given: int
     """How many things it gives, of which nobody reads any but these two."""
     chosen_at: int

@@ -33,11 +33,13 @@ BUILD = ROOT / "build" / "compare-engines"
 THEIR_PYTHON = BUILD / "venv" / "bin" / "python"
 BATCHES = (1, 8, 16)
 FORMATS = ("bf16", "int8", "int4")
+GGUF = "gguf"
+"""What stands in the place of a format where a file is compared."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine, its own names of each format of weights, and its packages.
+    """An engine, its own names of each format of weights that it has, and its packages.
 
     Each list of packages is installed by one call of pip, in this order.
     """
@@ -51,7 +53,7 @@ class Engine:
 
 # optimum-intel requires a torchvision that would install another torch with CUDA, which is not needed here.
 ENGINES = (
-    Engine("baton", "compare_engines_baton.py", "Baton", {"bf16": ["bf16"], "int8": ["int8"], "int4": ["int4"]}),
+    Engine("baton", "compare_engines_baton.py", "Baton", {**{form: [form] for form in FORMATS}, GGUF: [GGUF]}),
     Engine(
         "openvino",
         "compare_engines_openvino.py",
@@ -66,7 +68,7 @@ ENGINES = (
         "llama_cpp",
         "compare_engines_llama_cpp.py",
         "llama.cpp",
-        {"bf16": ["BF16"], "int8": ["Q8_0"], "int4": ["Q4_K_M", "Q4_0"]},
+        {"bf16": ["BF16"], "int8": ["Q8_0"], "int4": ["Q4_K_M", "Q4_0"], GGUF: [GGUF]},
         (("llama-cpp-python", "gguf", "safetensors"),),
     ),
 )
@@ -110,9 +112,9 @@ def main() -> int:
     failed = {engine.name: "" if options.no_install else _install(engine) for engine in engines}
     results = [
         Figures(engine, form, weights, failed[engine.name])
-        for form in options.formats
+        for form in ([GGUF] if options.gguf else options.formats)
         for engine in engines
-        for weights in engine.weights[form]
+        for weights in engine.weights.get(form, ())
     ]
     plan = _plan(options)
     for result in results:
@@ -141,6 +143,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--engines", nargs="+", choices=names, default=names, help="engines to measure; default: all")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["bf16"], help="formats of the weights")
     parser.add_argument("--shape", default="0.5b", help="random weights of a known shape")
+    parser.add_argument(
+        "--gguf", metavar="FILE", type=Path, help="compare the engines that read such files on this one instead"
+    )
     parser.add_argument(
         "--threads", type=int, default=usable_cores(), help="threads of each engine; default: all cores"
     )
@@ -188,17 +193,13 @@ def _constraints() -> list[str]:
 
 def _plan(options: argparse.Namespace) -> dict[str, Any]:
     """The input of every engine's script: the same model, prompts and number of threads."""
-    model = BUILD / f"model-{options.shape}"
-    if not (model / "model.safetensors").exists():
-        from baton.bench.micro.shapes import write_shape
-
-        note(f"writing random weights of the shape {options.shape}")
-        write_shape(model, options.shape)
+    model = _converted(options.gguf) if options.gguf else _random_weights(options.shape)
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     rng = Random(0)
     return {
         "model": str(model),
         "made": str(BUILD / f"made-{options.shape}"),
+        "gguf": str(options.gguf.resolve()) if options.gguf else "",
         "threads": options.threads,
         "context": options.context,
         "steps": options.steps,
@@ -207,6 +208,24 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
         "kv": options.openvino_kv,
         "prompts": [[rng.randrange(vocabulary) for _ in range(options.context)] for _ in range(max(BATCHES))],
     }
+
+
+def _random_weights(shape: str) -> Path:
+    """The model directory of a shape, written once."""
+    model = BUILD / f"model-{shape}"
+    if not (model / "model.safetensors").exists():
+        from baton.bench.micro.shapes import write_shape
+
+        note(f"writing random weights of the shape {shape}")
+        write_shape(model, shape)
+    return model
+
+
+def _converted(file: Path) -> Path:
+    """The model directory that Baton makes of a GGUF file, as it does for `--model FILE`."""
+    from baton.models.resolve import find_model
+
+    return find_model(file, os.environ).directory
 
 
 def _call(result: Figures, plan: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -239,7 +258,7 @@ def _report(options: argparse.Namespace, results: Sequence[Figures]) -> dict[str
     return {
         "processor": processor(),
         "threads": options.threads,
-        "shape": options.shape,
+        "model": options.gguf.name if options.gguf else f"{options.shape} shape",
         "precision": options.precision,
         "context_tokens": options.context,
         "rounds": options.rounds,
@@ -281,7 +300,7 @@ def _rates(tokens: int, seconds: Spread) -> dict[str, float]:
 
 def _print_table(report: Mapping[str, Any]) -> None:
     print(
-        f"{report['shape']} shape, {report['precision']}, prompts of {report['context_tokens']} tokens, "
+        f"{report['model']}, {report['precision']}, prompts of {report['context_tokens']} tokens, "
         f"{report['threads']} threads of {report['processor']}; tokens/s, medians of {report['rounds']} rounds "
         "[tenth, ninetieth percentile]\n"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,25 @@ from typing import Any
 def measure(plan: Mapping[str, Any]) -> dict[str, Any]:
     """Measures the seconds of each prompt, and of each decode step and its floor by batch size."""
     import baton
-    from baton.bench.micro.engine_drive import EngineDrive
+    from baton.bench.micro.engine_drive import EngineDrive, load_with_room
+    from baton.bench.micro.engine_work import cache_bytes_read, read_work
     from baton.bench.results.host import last_level_cache
+    from baton.engine.runner import ELEMENT_BYTES
     from baton.runner import TorchSpec, load
     from baton.runner.measuring.limits import bytes_beyond, read_limit
 
-    max_batch, block = max(plan["batches"]), 16
-    blocks = max_batch * (-(-plan["context"] // block) + len(plan["batches"]) * (plan["steps"] // block + 3))
+    max_batch = max(plan["batches"])
     dtype = {"bf16": "bfloat16", "f32": "float32"}[plan["precision"]]
     model = Path(plan["model"])
-    weights = None if plan["weights"] == "bf16" else plan["weights"]
-    spec = TorchSpec(model, dtype, block, num_blocks=blocks * 9 // 8, num_threads=plan["threads"], quantization=weights)
-    runner = load(spec)
+    weights = plan["weights"] if plan["weights"] in ("int8", "int4") else None
+    spec = TorchSpec(model, dtype, num_threads=plan["threads"], quantization=weights)
+
+    def num_stripes(block_size: int) -> int:
+        per_prompt = -(-plan["context"] // block_size) + len(plan["batches"]) * (plan["steps"] // block_size + 3)
+        return int(max_batch * per_prompt * 9 // 8)
+
+    runner = load_with_room(lambda num_blocks: load(replace(spec, num_blocks=num_blocks)), num_stripes)
+    looked_up = read_work(model).looked_up * ELEMENT_BYTES[runner.model.dtype]
     drive = EngineDrive(runner, plan["context"], max_batch)
     prefill = [drive.prefill(prompt) for prompt in plan["prompts"]][1:]
     decode, floors = {}, {}
@@ -32,7 +40,7 @@ def measure(plan: Mapping[str, Any]) -> dict[str, Any]:
             before = memory.rate()
             decode[str(batch)] = drive.decode(plan["prompts"][:batch], plan["steps"])
             context = plan["context"] + 2 + (plan["steps"] - 1) / 2
-            num_bytes = runner.model.weight_bytes + batch * context * runner.layout.block_bytes / block
+            num_bytes = runner.model.weight_bytes - looked_up + batch * cache_bytes_read(runner.layout, context)
             floors[str(batch)] = num_bytes / max(before, memory.rate())
     settings = {"kernels": runner.model.numerics, "bit_exact": runner.model.bit_exact}
     return {

@@ -179,6 +179,9 @@ class _Run:
 
 if __name__ == "__main__":
     request = json.load(sys.stdin)
-    file = prepare(Path(request["model"]), Path(request["made"]), request["weights"], request["threads"])
+    file = Path(
+        request["gguf"]
+        or prepare(Path(request["model"]), Path(request["made"]), request["weights"], request["threads"])
+    )
     if not request.get("prepare_only"):
         print(json.dumps(measure(file, request)))

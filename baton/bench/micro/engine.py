@@ -55,6 +55,10 @@ class EngineBenchConfig:
     """Decode steps at each batch size, in six rounds."""
     threads: int = 1
     seed: int = 0
+    batches: Sequence[int] = _BATCHES
+    """Numbers of requests that decode together."""
+    alone: bool = False
+    """Without the second engine, which computes the products with torch."""
     read_bytes: int | None = None
     """Bytes of the read that measures memory. Default: more than the processor's caches hold."""
 
@@ -231,13 +235,17 @@ def run(config: EngineBenchConfig) -> EngineReport:
     )
     spec = replace(spec, num_blocks=ours.memory.num_blocks)
     info = ours.model
-    why_alone = _why_alone(work, info, ours.memory.num_bytes)
+    why_alone = "it was not asked for" if config.alone else _why_alone(work, info, ours.memory.num_bytes)
     theirs = None if why_alone else load_timed(spec, bit_exact=False)
     operations = choose_operations(config.threads)
     attention = attention_times(info.dtype, config.threads, operations, last_level_cache())
     rng = Random(config.seed)
-    prompts = [[rng.randrange(info.vocab_size) for _ in range(config.context_tokens)] for _ in range(max(_BATCHES))]
-    both = [_Figures(EngineDrive(runner, config.context_tokens, max(_BATCHES))) for runner in (ours, theirs) if runner]
+    prompts = [
+        [rng.randrange(info.vocab_size) for _ in range(config.context_tokens)] for _ in range(max(config.batches))
+    ]
+    both = [
+        _Figures(EngineDrive(runner, config.context_tokens, max(config.batches))) for runner in (ours, theirs) if runner
+    ]
     products = product_limit(_product_shapes(config, work), info.dtype, config.threads, operations)
     beside = BesideLimit(products.rate)
     for index, prompt in enumerate(prompts):
@@ -248,12 +256,12 @@ def run(config: EngineBenchConfig) -> EngineReport:
     steps = config.steps // _ROUNDS
     with read_limit(config.threads, config.read_bytes or bytes_beyond(last_level_cache())) as memory:
         beside = BesideLimit(memory.rate)
-        for batch in _BATCHES * _ROUNDS:
+        for batch in [*config.batches] * _ROUNDS:
             for engine in both:
                 measured = beside.measure(partial(engine.drive.decode, prompts[:batch], steps))
                 engine.decode.setdefault(batch, []).append(measured)
     splits = [_prefill_split(both[0].drive, ours, config, rng)]
-    splits += [_decode_split(both[0].drive, ours, batch, prompts, config) for batch in _BATCHES]
+    splits += [_decode_split(both[0].drive, ours, batch, prompts, config) for batch in config.batches]
     limits = _Limits(memory.way, products.way, attention)
     return _report(config, work, info, limits, ours.layout, both, splits, why_alone)
 
@@ -273,9 +281,9 @@ def num_stripes(config: EngineBenchConfig, block_size: int) -> int:
 
     Of blocks with many tokens, which have large states, those of a few rounds' outputs are enough.
     """
-    prompts = (max(_BATCHES) + _ROUNDS) * -(-config.context_tokens // block_size)
+    prompts = (max(config.batches) + _ROUNDS) * -(-config.context_tokens // block_size)
     rounds = _ROUNDS + 1 if block_size == BLOCK_SIZE else 2
-    generated = sum(_BATCHES) * rounds * (config.steps // _ROUNDS // block_size + 2)
+    generated = sum(config.batches) * rounds * (config.steps // _ROUNDS // block_size + 2)
     return (prompts + generated) * 9 // 8
 
 
@@ -362,7 +370,7 @@ def _report(
         prefill_tokens_per_s=config.context_tokens / prefill.median * 1e3,
         prefill_share_of_product_rate=share,
         prefill_share_with_attention=share * (products + attention) / products,
-        decode=[_decode(config, work, info, layout, ours, batch) for batch in _BATCHES],
+        decode=[_decode(config, work, info, layout, ours, batch) for batch in config.batches],
         attention_paged_ms=limits.attention.paged * 1e3,
         attention_gathered_ms=limits.attention.gathered * 1e3,
         attention_speedup=limits.attention.gathered / limits.attention.paged,

@@ -6,7 +6,7 @@ The numbers come from names and shapes of the parameters alone, independently of
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,6 +17,8 @@ from baton.runner.model.checkpoint import open_checkpoint
 
 _TABLES = ("embed", "wte", "wpe")
 """Names of weights that are looked up, not multiplied."""
+_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
@@ -114,18 +116,22 @@ def work_of(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
             products.add((shape[0], shape[1]))
         if num_without_keys and layer is not None and int(layer[1]) >= first_without_keys:
             of_last += dense - before
-    count = next((config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config), 0)
     return ModelWork(
         dense=dense,
         # Without a head of its own a model multiplies with its embedding table.
         head=head or table,
         looked_up=tables if head else tables - table,
         experts=experts,
-        num_experts=int(count) if experts else 0,
-        experts_per_token=int(config.get("num_experts_per_tok") or 1),
+        num_experts=_first_of(config, _NUMBERS_OF_EXPERTS) if experts else 0,
+        experts_per_token=_first_of(config, _EXPERTS_PER_TOKEN) or 1,
         shapes=frozenset(products),
         of_last_token=of_last,
     )
+
+
+def _first_of(config: Mapping[str, Any], names: Iterable[str]) -> int:
+    """The first of these numbers that a configuration has, or 0."""
+    return next((int(config[name]) for name in names if config.get(name)), 0)
 
 
 def read_work(model_dir: Path) -> ModelWork:

@@ -52,7 +52,8 @@ def test_only_experts_that_rows_are_routed_to_are_read() -> None:
     assert work.bytes_read(1, 0, batch=2) == 30 + 30 * 3 / 4
     assert work.prompt_operations(10) == 2 * 10 * 30
     by_expert = {f"mlp.experts.{index}.up.weight": (6, 5) for index in range(4)}
-    assert work_of({"num_local_experts": 4, "num_experts_per_tok": 2}, by_expert).experts == 120
+    for config in ({"num_local_experts": 4, "num_experts_per_tok": 2}, {"moe_num_experts": 4, "moe_k": 2}):
+        assert work_of(config, by_expert).prompt_operations(10) == 2 * 10 * 60
 
 
 def test_a_convolution_of_each_column_is_no_expert() -> None:

@@ -1,8 +1,9 @@
 /* AMX's tile instructions in plain C, for processors without them. Included before amx.c and amx_int8.c, whose intrinsics these
  * take the place of; one source defines EMULATED_TILES_HERE and so has the tiles.
  *
- * What the instructions refuse is counted in emulated_tile_faults, and does nothing; products are counted, too. tdpbf16ps sums the even and the odd elements
- * in a chain each, and doesn't take subnormal numbers as zero, as the instruction does. */
+ * What the instructions refuse is counted in emulated_tile_faults, and does nothing. emulated_tile_rows counts the rows of all
+ * products of tiles. tdpbf16ps sums the even and the odd elements in a chain each, as the instruction does, but keeps subnormal
+ * numbers, which that takes as zero. */
 #include <cpuid.h>
 #include <immintrin.h>
 #include <math.h>
@@ -21,10 +22,10 @@ struct emulated_tiles {
 
 #ifdef EMULATED_TILES_HERE
 _Thread_local struct emulated_tiles emulated_tiles;
-int emulated_tile_faults, emulated_tile_products;
+int emulated_tile_faults, emulated_tile_rows;
 #else
 extern _Thread_local struct emulated_tiles emulated_tiles;
-extern int emulated_tile_faults, emulated_tile_products;
+extern int emulated_tile_faults, emulated_tile_rows;
 #endif
 
 /* Whether something that an instruction demands holds. */
@@ -77,7 +78,7 @@ static inline void emulated_stored(int i, void *to, size_t stride) {
 
 /* Whether tiles a and b can be multiplied into c. */
 static inline int emulated_fits(int c, int a, int b) {
-    emulated_tile_products++;
+    emulated_tile_rows += emulated_tiles.tile[c].rows;
     return emulated_usable(c) && emulated_usable(a) && emulated_usable(b) && emulated_demand(c != a && c != b && a != b) &&
            emulated_demand(emulated_tiles.tile[c].rows == emulated_tiles.tile[a].rows &&
                            emulated_tiles.tile[c].bytes == emulated_tiles.tile[b].bytes &&

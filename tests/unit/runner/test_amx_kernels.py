@@ -18,6 +18,7 @@ import torch
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernel_file import LIBRARY
 from baton.runner.backends.cpu.kernels.library import library
+from baton.runner.backends.quantized_product import block_of
 from baton.runner.backends.quantized_weight import QuantizedWeight
 from tests.support.kernel_inputs import (
     DTYPES,
@@ -72,7 +73,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @contextmanager
 def emulated_tiles(functions: ctypes.CDLL) -> Iterator[ctypes.c_int]:
-    """Weights are packed for AMX, and multiplied on emulated tiles; gives the count of tile products.
+    """Weights are packed for AMX, and multiplied on emulated tiles; gives the count of rows of tiles' products.
 
     What a processor would refuse fails the test.
     """
@@ -85,7 +86,7 @@ def emulated_tiles(functions: ctypes.CDLL) -> Iterator[ctypes.c_int]:
     try:
         for name, value in {**emulated, "isa": 0}.items():
             setattr(lib, name, value)
-        yield ctypes.c_int.in_dll(functions, "emulated_tile_products")
+        yield ctypes.c_int.in_dll(functions, "emulated_tile_rows")
     finally:
         for name, value in own.items():
             setattr(lib, name, value)
@@ -93,13 +94,18 @@ def emulated_tiles(functions: ctypes.CDLL) -> Iterator[ctypes.c_int]:
 
 
 def require_bits_of_vectors(functions: ctypes.CDLL, weight: QuantizedWeight, x: torch.Tensor) -> None:
-    """Require that a product on tiles has the bits of the one that the tests of all instruction sets look at."""
-    packed, bias = kernels.pack(weight), randn(weight.codes.shape[0], seed=8, dtype=x.dtype)
+    """Require that a product on tiles has the bits of the one that the tests of all instruction sets look at.
+
+    Tiles have no rows beyond those of x, and fewer than 16 are left to vectors.
+    """
+    (m, k), n = x.shape, weight.codes.shape[0]
+    on_tiles = m * (k // block_of(weight.group)) * 4 * -(-n // 64) if m >= 16 else 0
+    packed, bias = kernels.pack(weight), randn(n, seed=8, dtype=x.dtype)
     expected = kernels.linear(x, packed, bias, threads=1)
-    with emulated_tiles(functions) as products:
-        before = products.value
+    with emulated_tiles(functions) as rows:
+        before = rows.value
         out = kernels.linear(x, packed, bias, threads=1)
-        assert (products.value > before) == (x.shape[0] >= 16)
+        assert rows.value - before == on_tiles
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 

@@ -37,9 +37,8 @@ enum { TILE_ELEMENTS = TILE_K * LANES, STEP_ELEMENTS = GROUP_PANELS * TILE_ELEME
 /* The weights of this many k stay in the first-level cache while rows are multiplied with them. */
 enum { CACHED_K = 256 };
 
-/* Tile registers 0 to 3 have sums, 4 and 5 rows of x, and 6 and 7 weights.
- *
- * The number of rows for which this thread's tiles are configured; 0: the tiles are released. */
+/* Tile registers 0 to 3 have sums, 4 and 5 rows of x, and 6 and 7 weights. `configured`: the number of rows for which this thread's
+ * are configured; 0: the tiles are released. */
 static _Thread_local size_t configured;
 
 /* In a block of up to TILE_ROWS rows all sums are of the rows in tile 4; otherwise sums 0 and 1 are of the first 16 rows, and 2

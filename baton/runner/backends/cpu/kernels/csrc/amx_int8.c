@@ -5,11 +5,11 @@
  * elements of k of 16 columns. A tile product multiplies a block of 16 rows with 16 columns; its sums are stored, and a little
  * later vectors scale and add them while tiles multiply the next blocks.
  *
- * Not measured: no machine with AMX was at hand. By the cycles of Intel's fourth generation of Xeon, 16 rows by 16 columns by a
- * block of 32 take 16 on the tiles, and 24 on the two ports of vectors: a conversion, a product and a fused multiply-add for each
- * 16 sums. A tile of bfloat16 takes 16 for as much, so products reach at most two thirds of its peak rate. vpdpbusd takes 64
- * cycles besides those 24. Unpacking 64 columns takes about 40 cycles a block: of 16 rows, which take 96, it is worth it; up to 8
- * rows wait for memory either way.
+ * Not timed: no machine with AMX was at hand. By an estimate for Intel's fourth generation of Xeon, 16 rows by 16 columns by a
+ * block of 32 take 16 cycles on the tiles, and 24 on the two ports of vectors: a conversion, a product and a fused multiply-add for
+ * 16 sums. vpdpbusd takes 64 cycles besides those 24. Unpacking 64 columns takes about 40 cycles a block: 16 rows, which take 100
+ * then and 350 with vpdpbusd, are worth it; of few rows most of a tile product's time would go to unpacking, and they wait for
+ * memory either way. docs/decisions/0029 has more.
  */
 #if defined(__x86_64__) && defined(__linux__)
 #define TARGET __attribute__((target("amx-tile,amx-int8,avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
@@ -53,12 +53,12 @@ struct chunk {
     size_t row, rows, block, blocks;
 };
 
-/* The tile products of a chunk: number `next` of `count` is the next one, each panel's of a block after the other's. */
+/* The tile products of a chunk that are left, each panel's of a block after the other's; the rest is of the next block. */
 struct tile_products {
     const int8_t *x;
     const uint8_t *w;
     block_sums *sums;
-    size_t ldx, block_bytes, next, count;
+    size_t ldx, block_bytes, left;
 };
 
 /* Tile registers 0 to 3 have sums, 4 and 5 blocks of rows of x, and 6 and 7 blocks of weights. */
@@ -72,41 +72,42 @@ TARGET static void configure(size_t rows, size_t block) {
 }
 
 /* One tile product. UNSIGNED: whether codes of the weight are; otherwise their zero is subtracted. */
-#define TILE_PRODUCT(SUMS, ROWS, CODES, panel)                                              \
-    do {                                                                                    \
-        _tile_loadd(CODES, w + (panel)*sizeof(uint8_t[TILED_BLOCKS][BLOCK_BYTES]), 64);     \
-        _tile_zero(SUMS);                                                                   \
-        if (UNSIGNED)                                                                       \
-            _tile_dpbsud(SUMS, ROWS, CODES);                                                \
-        else                                                                                \
-            _tile_dpbssd(SUMS, ROWS, CODES);                                                \
-        _tile_stored(SUMS, p->sums[block][0][panel], sizeof(int32_t[PANELS][LANES]));       \
+#define TILE_PRODUCT(SUMS, ROWS, CODES, panel)                                                \
+    do {                                                                                      \
+        _tile_loadd(CODES, p->w + (panel) * sizeof(uint8_t[TILED_BLOCKS][BLOCK_BYTES]), 64);  \
+        _tile_zero(SUMS);                                                                     \
+        if (UNSIGNED)                                                                         \
+            _tile_dpbsud(SUMS, ROWS, CODES);                                                  \
+        else                                                                                  \
+            _tile_dpbssd(SUMS, ROWS, CODES);                                                  \
+        _tile_stored(SUMS, (*p->sums)[0][panel], sizeof(int32_t[PANELS][LANES]));             \
     } while (0)
 
 /* Computes the next tile product, if there is one. Neighbours use other registers, so that they overlap. */
 INLINE void multiply_next(const int UNSIGNED, struct tile_products *p) {
-    if (p->next == p->count) return;
-    const size_t block = p->next / PANELS;
-    const int8_t *x = p->x + block * p->block_bytes;
-    const uint8_t *w = p->w + block * BLOCK_BYTES;
-    switch (p->next++ % 4) {
+    if (p->left == 0) return;
+    const size_t number = p->left--;
+    switch (number % 4) {
     case 0:
-        _tile_loadd(4, x, p->ldx);
+        _tile_loadd(4, p->x, p->ldx);
         TILE_PRODUCT(0, 4, 6, 0);
-        break;
-    case 1: TILE_PRODUCT(1, 4, 7, 1); break;
+        return;
+    case 3: TILE_PRODUCT(1, 4, 7, 1); break;
     case 2:
-        _tile_loadd(5, x, p->ldx);
+        _tile_loadd(5, p->x, p->ldx);
         TILE_PRODUCT(2, 5, 6, 0);
-        break;
+        return;
     default: TILE_PRODUCT(3, 5, 7, 1);
     }
+    p->x += p->block_bytes;
+    p->w += BLOCK_BYTES;
+    p->sums++;
 }
 
 /* Adds the sums of MM rows of a chunk, from a row of it on, to c, as add_block does (tiles_quantized.inc.h); beside each block one
  * tile product of `next` is computed. */
-INLINE void add_chunk(const int UNSIGNED, const int OFFSETS, const int MM, const struct tiled_piece *work, const struct chunk *chunk,
-                      size_t row, size_t panel, const block_sums *sums, struct tile_products *next) {
+INLINE void add_chunk(const int UNSIGNED, const int OFFSETS, const int MM, const struct tiled_piece *work,
+                      const struct chunk *chunk, size_t row, size_t panel, const block_sums *sums, struct tile_products *next) {
     const size_t block_bytes = quantized_block_bytes(work->format), first = panel * LANES, ldx = work->ldx;
     const char *x = work->x + (chunk->row + row) * ldx + chunk->block * block_bytes;
     float *c = work->c + (chunk->row + row) * GROUP_COLUMNS + first;
@@ -158,7 +159,7 @@ INLINE struct tile_products tile_products(struct tiled_piece *work, const struct
     const char *x = work->x + chunk->row * work->ldx + chunk->block * block_bytes;
     return (struct tile_products){.x = ((const struct quantized_block *)x)->codes, .w = work->codes[panel][chunk->block],
                                   .sums = work->sums[turn % 2], .ldx = work->ldx, .block_bytes = block_bytes,
-                                  .count = PANELS * chunk->blocks};
+                                  .left = PANELS * chunk->blocks};
 }
 
 /* c += all rows times a piece, for two panels. */
@@ -168,10 +169,9 @@ INLINE void multiply_panels(const int UNSIGNED, const int OFFSETS, struct tiled_
     struct chunk chunk = chunk_at(work, 0);
     struct tile_products products = tile_products(work, &chunk, panel, 0);
     configure(chunk.rows, work->format->block);
-    while (products.next < products.count) multiply_next(UNSIGNED, &products);
+    while (products.left > 0) multiply_next(UNSIGNED, &products);
     for (size_t i = 0; i < chunks; i++) {
         struct chunk following = chunk;
-        products.count = products.next;
         if (i + 1 < chunks) {
             following = chunk_at(work, i + 1);
             products = tile_products(work, &following, panel, i + 1);
@@ -182,7 +182,7 @@ INLINE void multiply_panels(const int UNSIGNED, const int OFFSETS, struct tiled_
         for (; row + VECTOR_ROWS <= chunk.rows; row += VECTOR_ROWS)
             add_chunk(UNSIGNED, OFFSETS, VECTOR_ROWS, work, &chunk, row, panel, sums, &products);
         for (; row < chunk.rows; row++) add_chunk(UNSIGNED, OFFSETS, 1, work, &chunk, row, panel, sums, &products);
-        while (products.next < products.count) multiply_next(UNSIGNED, &products);
+        while (products.left > 0) multiply_next(UNSIGNED, &products);
         chunk = following;
     }
 }

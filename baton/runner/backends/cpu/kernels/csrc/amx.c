@@ -1,4 +1,4 @@
-/* Kernels for AMX: bfloat16 products on tiles, float32 products on AVX-512 vectors.
+/* Kernels for AMX: bfloat16 products on tiles, float32 products on AVX-512 vectors. amx_int8.c has those of quantized weights.
  *
  * tdpbf16ps sums 32 elements of k at once: the even and the odd elements in one chain each, which begin at zero, and then adds
  * both to the output's sum. So the bits differ from those of the other paths, but the order is fixed for each output here, too.
@@ -9,6 +9,7 @@
 #define TARGET __attribute__((target("amx-tile,amx-bf16,avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
 #define ROUND_BF16
 #include "vector_avx512.h"
+#include "amx_tiles.h"
 #include "quantized.h"
 
 #include <cpuid.h>
@@ -36,17 +37,8 @@ enum { TILE_ELEMENTS = TILE_K * LANES, STEP_ELEMENTS = GROUP_PANELS * TILE_ELEME
 /* The weights of this many k stay in the first-level cache while rows are multiplied with them. */
 enum { CACHED_K = 256 };
 
-/* Tile registers 0 to 3 have sums, 4 and 5 rows of x, and 6 and 7 weights. */
-struct tile_config {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-};
-
-/* Some compilers' tile intrinsics don't declare which memory they read: this makes them write what p points to before it. */
-#define WRITTEN(p) __asm__ volatile("" : : "r"(p) : "memory")
-
-/* The number of rows for which this thread's tiles are configured; 0: the tiles are released. */
+/* Tile registers 0 to 3 have sums, 4 and 5 rows of x, and 6 and 7 weights. `configured`: the number of rows for which this thread's
+ * are configured; 0: the tiles are released. */
 static _Thread_local size_t configured;
 
 /* In a block of up to TILE_ROWS rows all sums are of the rows in tile 4; otherwise sums 0 and 1 are of the first 16 rows, and 2
@@ -55,14 +47,8 @@ TARGET static void configure(size_t block) {
     if (configured == block) return;
     uint8_t first = (uint8_t)(block < TILE_ROWS ? block : TILE_ROWS);
     uint8_t second = (uint8_t)(block > TILE_ROWS ? block - TILE_ROWS : first);
-    const uint8_t rows[8] = {first, first, second, second, first, second, TILE_ROWS, TILE_ROWS};
-    struct tile_config config;
-    memset(&config, 0, sizeof config);
-    config.palette = 1;
-    for (int i = 0; i < 8; i++) {
-        config.rows[i] = rows[i];
-        config.row_bytes[i] = 64;
-    }
+    struct tile_config config = {.palette = 1, .rows = {first, first, second, second, first, second, TILE_ROWS, TILE_ROWS},
+                                 .row_bytes = {64, 64, 64, 64, 64, 64, 64, 64}};
     WRITTEN(&config);
     _tile_loadconfig(&config);
     configured = block;
@@ -317,7 +303,8 @@ static int supported(void) {
     enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
     unsigned a, b, c, d;
     if (!isa_avx512_bf16.supported() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
-    if (!(d >> 22 & 1) || !(d >> 24 & 1)) return 0; /* AMX-BF16, AMX-TILE */
+    if (!(d >> 22 & 1) || !(d >> 24 & 1) || !(d >> 25 & 1)) return 0; /* AMX-BF16, AMX-TILE, AMX-INT8 */
+    if (!quantized_avx512_vnni.supported()) return 0;                 /* used beside AMX-INT8 */
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 }
 
@@ -329,5 +316,5 @@ const struct isa isa_amx_bf16 = {
     {convolve_float32, convolve_bfloat16}, {recur_float32, recur_bfloat16}, {gate_float32, gate_bfloat16}, {multiply_float32, multiply_bfloat16},
     {route_float32, route_bfloat16}, {sum_experts_float32, sum_experts_bfloat16}, {clamped_gate_float32, clamped_gate_bfloat16},
     {activate_float32, activate_bfloat16}, {add_float32, add_bfloat16}, STEP_PAIRS, BLOCK_ROWS, 512, 1,
-    &quantized_avx512_vnni};
+    &quantized_amx_int8};
 #endif

@@ -42,8 +42,8 @@ const struct isa isa_avx512 = {
     {route_float32, route_bfloat16}, {sum_experts_float32, sum_experts_bfloat16}, {clamped_gate_float32, clamped_gate_bfloat16},
     {activate_float32, activate_bfloat16}, {add_float32, add_bfloat16}, 1, TALL_ROWS, 512, 0, &quantized_avx512_vnni};
 
-/* Products with quantized weights, for all instruction sets from here up. AMX has tiles of 8-bit integers, too: to be measured on a
- * machine that has them. A processor without VNNI computes the same on AVX2. */
+/* Products with quantized weights, for all instruction sets from here up; amx_int8.c computes those of many rows. A processor
+ * without VNNI computes the same on AVX2. */
 #undef TARGET
 #define TARGET __attribute__((target("avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
 #define QUANTIZED_UNROLLED 1

@@ -115,7 +115,7 @@ struct quantized_kernels {
     size_t linear_rows; /* rows of x that are multiplied with weights in registers */
 };
 
-extern const struct quantized_kernels quantized_avx512_vnni, quantized_avx2_vnni, quantized_avx2, quantized_portable;
+extern const struct quantized_kernels quantized_amx_int8, quantized_avx512_vnni, quantized_avx2_vnni, quantized_avx2, quantized_portable;
 
 /* The kernels that an instruction set uses on this processor. */
 const struct quantized_kernels *quantized_kernels(const struct isa *isa);

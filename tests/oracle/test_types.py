@@ -185,9 +185,8 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
 """By the type, and behind a plus what is special about this model of it."""
 
 WITHOUT_OWN_LOOP = {
-    "longcat_flash",  # two attentions a layer
     "jetmoe",  # attention of experts
-    *("bailing_hybrid", "zamba2"),  # states
+    "zamba2",  # states
     "gemma3n_text",  # rows of each layer
 }
 """Types, or rows, whose layers transformers' loop computes."""

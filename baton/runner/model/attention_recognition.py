@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from baton.runner.model.comparison import (
     takes_shared,
 )
 from baton.runner.model.fused.attention import (
+    GATE_ACTIVATIONS,
     AngleLayout,
     AttentionWeights,
     FusedAttention,
@@ -46,7 +47,6 @@ _LARGE = 1000.0
 _LENGTH = 1.25
 """Cosines and sines are so much larger, as those of some models are: otherwise a norm without a weight would give the
 same before a rotation and behind it."""
-_GATE_ACTIVATIONS: tuple[Literal["sigmoid", "softplus"], ...] = ("sigmoid", "softplus")
 _PROJECTION_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("query_key_value",), ("c_attn",))
 _KEYS_ARE_VALUES_NAMES = (("q_proj", "k_proj"),)
 _QUERY_NAMES = (("q_proj",),)
@@ -314,7 +314,7 @@ def _output_gates(weights: AttentionWeights, heads: tuple[int, int, int]) -> Seq
     in_queries = _gates_are_in_queries(weights, heads)
     if weights.gate is None and not in_queries:
         return (None,)
-    return [OutputGate(activation, in_queries) for activation in _GATE_ACTIVATIONS]
+    return [OutputGate(activation, in_queries) for activation in GATE_ACTIVATIONS]
 
 
 def _gates_are_in_queries(weights: AttentionWeights, heads: tuple[int, int, int]) -> bool:

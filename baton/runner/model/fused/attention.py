@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -33,6 +33,9 @@ AngleLayout = Literal["halves", "half", "pairs"]
 are equal."""
 
 
+GateActivation = Literal["sigmoid", "softplus"]
+"""What gates of attention's result go through."""
+GATE_ACTIVATIONS: Sequence[GateActivation] = get_args(GateActivation)
 Angles = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
 """What a rotary module gives: cosines and sines, or complex numbers that have both."""
 
@@ -134,7 +137,7 @@ class HeadNorms(NamedTuple):
 class OutputGate:
     """What attention's result is multiplied with before its last product: the activation of rows of gates."""
 
-    activation: Literal["sigmoid", "softplus"]
+    activation: GateActivation
     in_queries: bool
     """Whether each head's gate follows its query in their module; otherwise gates have a product of their own, which
     gives one number for each head or for each of its columns."""

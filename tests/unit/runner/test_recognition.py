@@ -308,14 +308,14 @@ def test_attention_that_is_not_recognised_is_named_with_its_reason(
 
     @wraps(original)
     def strict(self: Any, *arguments: Any, **named: Any) -> Any:
-        if "past_key_values" not in named:
-            raise TypeError("it wants past_key_values")
+        if "use_cache" not in named:
+            raise TypeError("it wants use_cache")
         return original(self, *arguments, **named)
 
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", strict)
     why = paths_of(loaded(tmp_path))["decoder"].why_not_faster
     assert "self_attn of LlamaDecoderLayer is a LlamaAttention, no FusedAttention" in why
-    assert "it raised TypeError: it wants past_key_values" in why
+    assert "it raised TypeError: it wants use_cache" in why
 
 
 def test_a_bug_in_the_decoder_is_raised_and_no_slower_path_taken(

@@ -12,7 +12,15 @@ from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.quantized_weight import Float8Weight
-from baton.runner.backends.routing import ClampedGate, ExpertBiases, Routing, SharedRows, choose
+from baton.runner.backends.routing import (
+    PLAIN_EXPERTS,
+    ClampedGate,
+    ExpertBiases,
+    ExpertKind,
+    Routing,
+    SharedRows,
+    choose,
+)
 from baton.runner.model.stored.quantize import quantized
 from tests.support.kernel_inputs import randn
 
@@ -88,6 +96,14 @@ def test_sums_of_experts_equal_those_in_float64(operations: Any, given: str) -> 
         assert torch.equal(operations.sum_experts(outs, places[4:5], weights[4:5], 1.5, one)[0], out[4])
 
 
+EXPERT_KINDS = {
+    "weighted behind": PLAIN_EXPERTS,
+    "weighted before": ExpertKind(weighs_inputs=True),
+    "passing": ExpertKind(passes_rest=True),
+    "weighted before, and passing": ExpertKind(weighs_inputs=True, passes_rest=True),
+}
+
+
 def narrowed(weight: torch.Tensor, kind: str) -> Any:
     if kind == "float8":
         return Float8Weight(weight.to(torch.float8_e4m3fn), randn(len(weight), weight.shape[1] // 32, seed=8).abs(), 32)
@@ -95,9 +111,10 @@ def narrowed(weight: torch.Tensor, kind: str) -> Any:
 
 
 @needs_kernels
+@pytest.mark.parametrize("of_experts", EXPERT_KINDS)
 @pytest.mark.parametrize("kind", ["plain", "8", "4", "float8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_mixture_has_the_bits_of_its_experts(dtype: torch.dtype, kind: str) -> None:
+def test_a_mixture_has_the_bits_of_its_experts(dtype: torch.dtype, kind: str, of_experts: str) -> None:
     operations, experts, k, inner = CompiledOperations(3, ""), 6, 64, 96
 
     def weight(seed: int, n: int, width: int) -> Any:
@@ -105,7 +122,8 @@ def test_a_mixture_has_the_bits_of_its_experts(dtype: torch.dtype, kind: str) ->
 
     ups = [operations.pack_gated(weight(each, inner, k), weight(20 + each, inner, k)) for each in range(experts)]
     downs = [operations.pack(weight(40 + each, k, inner)) for each in range(experts)]
-    mixture: Any = operations.pack_mixture(ups, downs, "silu")
+    does = EXPERT_KINDS[of_experts]
+    mixture: Any = operations.pack_mixture(ups, downs, "silu", None, does)
     for num_rows in (1, 7, 150):
         x = randn(num_rows, k, seed=9, dtype=dtype)
         # One expert has many rows, another has none, and one number is no expert's.
@@ -113,12 +131,18 @@ def test_a_mixture_has_the_bits_of_its_experts(dtype: torch.dtype, kind: str) ->
         of_rows = randn(num_rows, 3, seed=2).softmax(-1)
         outs = torch.zeros(num_rows * 3, k, dtype=dtype)
         for place, expert in enumerate(chosen.flatten().tolist()):
+            row = x[place // 3][None]
             if expert < experts:
-                middle = operations.gated_linear(x[place // 3][None], ups[expert], activation="silu")
+                given = row * of_rows.flatten()[place].to(dtype) if does.weighs_inputs else row
+                middle = operations.gated_linear(given, ups[expert], activation="silu")
                 outs[place] = operations.linear(middle, downs[expert])
-        places = torch.arange(num_rows * 3, dtype=torch.int32).where(chosen.flatten() < experts, -1).view(num_rows, 3)
+            elif does.passes_rest:
+                outs[place] = row
+        gives = (chosen.flatten() < experts) | does.passes_rest
+        places = torch.arange(num_rows * 3, dtype=torch.int32).where(gives, -1).view(num_rows, 3)
         shared = SharedRows(randn(num_rows, k, seed=4, dtype=dtype), randn(num_rows, 1, seed=5, dtype=dtype))
-        expected = operations.sum_experts(outs, places, of_rows, 0.7, shared)
+        of_sum = torch.where(chosen < experts, 1.0, of_rows) if does.weighs_inputs else of_rows
+        expected = operations.sum_experts(outs, places, of_sum, 0.7, shared)
         assert torch.equal(operations.mix_experts(x, chosen, of_rows, mixture, 0.7, shared), expected)
     assert operations.mix_experts(x[:0], chosen[:0], of_rows[:0], mixture).shape == (0, k)
 

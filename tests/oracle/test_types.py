@@ -185,10 +185,9 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
 """By the type, and behind a plus what is special about this model of it."""
 
 WITHOUT_OWN_LOOP = {
-    "longcat_flash",  # two attentions a layer
     "jetmoe",  # attention of experts
-    *("bailing_hybrid", "zamba2"),  # states
-    *("gemma3n_text", "llama4_text"),  # rows of each layer, positions in the attention
+    "zamba2",  # states
+    "gemma3n_text",  # rows of each layer
 }
 """Types, or rows, whose layers transformers' loop computes."""
 WITHOUT_PROGRAM = {
@@ -304,7 +303,7 @@ def with_rope(row: str, rope_type: str) -> dict[str, Any]:
 
 
 SCALED = [(row, rope_type) for row in SOME for rope_type in ROPE_TYPES if rope_type != "default"]
-if not ALL:  # two kinds of angles, complex numbers that transformers' loop takes, and norms behind a rotation
+if not ALL:  # two kinds of angles, complex numbers, and norms behind a rotation
     SCALED += [("granite_swa", "longrope"), ("llama4_text", "longrope"), ("nanochat", "yarn")]
 
 

@@ -147,6 +147,9 @@ _OTHERS: Mapping[str, _Fields] = {
         **_LATENT,
         **{name: value for name, value in _PLAIN.items() if name not in ("num_hidden_layers", "intermediate_size")},
         "num_key_value_heads": 4,
+        "q_lora_rank": 32,  # this and the next two are wide enough for programs
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
         "num_layers": 2,
         "head_dim": 8,
         "n_routed_experts": 4,
@@ -249,7 +252,8 @@ _MAMBA: _Fields = {
 }
 
 WITH_STATES: Mapping[str, _Fields] = {
-    "bailing_hybrid": {**_KIMI, "first_k_dense_replace": 1},
+    # Wide enough for programs.
+    "bailing_hybrid": {**_KIMI, "first_k_dense_replace": 1, "qk_nope_head_dim": 32, "v_head_dim": 32},
     "bamba": {**_PLAIN, **_MAMBA2, "attn_layer_indices": [1, 3]},
     "falcon_h1": {
         **_PLAIN,

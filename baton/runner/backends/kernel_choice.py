@@ -19,7 +19,14 @@ from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.ranks.ranks import ONE_RANK, Ranks
-from baton.runner.backends.routing import ClampedGate, ExpertBiases, Routing, SharedRows
+from baton.runner.backends.routing import (
+    PLAIN_EXPERTS,
+    ClampedGate,
+    ExpertBiases,
+    ExpertKind,
+    Routing,
+    SharedRows,
+)
 from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.backends.weight_rows import Weight, read_weight
@@ -85,9 +92,10 @@ class CompiledOperations:
         downs: Sequence[Packed],
         gate: Activation | ClampedGate,
         biases: ExpertBiases | None = None,
+        kind: ExpertKind = PLAIN_EXPERTS,
     ) -> PackedMixture | None:
         try:
-            return PackedMixture(ups, downs, gate, biases)
+            return PackedMixture(ups, downs, gate, biases, kind)
         except KernelArgumentError:
             return None
 

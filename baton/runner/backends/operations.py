@@ -19,7 +19,14 @@ from baton.runner.backends.key_selection import SelectionCall
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.ranks.ranks import Ranks
-from baton.runner.backends.routing import ClampedGate, ExpertBiases, Routing, SharedRows
+from baton.runner.backends.routing import (
+    PLAIN_EXPERTS,
+    ClampedGate,
+    ExpertBiases,
+    ExpertKind,
+    Routing,
+    SharedRows,
+)
 from baton.runner.backends.state_calls import ConvolutionCall, RecurrenceCall
 from baton.runner.backends.weight_rows import Weight
 
@@ -124,6 +131,7 @@ class Operations(Protocol):
         downs: Sequence[Any],
         gate: Activation | ClampedGate,
         biases: ExpertBiases | None = None,
+        kind: ExpertKind = PLAIN_EXPERTS,
     ) -> Any:
         """Prepare the packed weights of all experts for `mix_experts`; they are kept, and so are biases.
 
@@ -152,7 +160,7 @@ class Operations(Protocol):
         """The sum of each row's experts: x [T, K], chosen and weights [T, most] as `route` gives them, to [T, K].
 
         The bits are those of `gated_linear` and `linear` with each expert, and of `sum_experts`. An expert beyond those
-        of the mixture computes nothing.
+        of the mixture computes nothing, or what its kind says.
         """
         ...
 

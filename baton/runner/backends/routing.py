@@ -88,6 +88,20 @@ class ExpertBiases:
     """[experts, K]"""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertKind:
+    """What the experts of a mixture do besides their products."""
+
+    weighs_inputs: bool = False
+    """Whether a row is multiplied with the expert's weight, and rounded, before the expert computes it; otherwise what
+    the expert gives is."""
+    passes_rest: bool = False
+    """Whether chosen experts beyond those with products give their rows as they are; otherwise they give nothing."""
+
+
+PLAIN_EXPERTS = ExpertKind()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedRows:
     """What is added to the sum of a row's experts."""

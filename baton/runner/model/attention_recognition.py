@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from baton.runner.model.comparison import (
     takes_shared,
 )
 from baton.runner.model.fused.attention import (
+    GATE_ACTIVATIONS,
     AngleLayout,
     AttentionWeights,
     FusedAttention,
@@ -46,7 +47,6 @@ _LARGE = 1000.0
 _LENGTH = 1.25
 """Cosines and sines are so much larger, as those of some models are: otherwise a norm without a weight would give the
 same before a rotation and behind it."""
-_GATE_ACTIVATIONS: tuple[Literal["sigmoid", "softplus"], ...] = ("sigmoid", "softplus")
 _PROJECTION_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("query_key_value",), ("c_attn",))
 _KEYS_ARE_VALUES_NAMES = (("q_proj", "k_proj"),)
 _QUERY_NAMES = (("q_proj",),)
@@ -54,7 +54,12 @@ _OUT_NAMES = (("o_proj",), ("out_proj",), ("dense",), ("c_proj",))
 _TAKEN_BY_OTHERS = {"key_value_states", "encoder_hidden_states"}
 """What attention to another text is given."""
 _GATE_NAMES = (("gate_proj",), ("g_proj",))
-_HEAD_NORM_NAMES = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
+_HEAD_NORM_NAMES = (
+    ("q_norm", "k_norm"),
+    ("q_layernorm", "k_layernorm"),
+    ("query_layernorm", "key_layernorm"),
+    ("qk_norm", "qk_norm"),
+)
 """What models call the parts of attention; what the parts compute is found out."""
 
 
@@ -69,10 +74,13 @@ class _Probe:
     """[1, T, R]"""
     sin: torch.Tensor
     layout: AngleLayout
+    are_complex: bool
+    """Whether the module is given complex numbers that have both."""
     shared: SharedKeys
 
     def echoed(self) -> tuple[EchoAttention, torch.Tensor]:
-        return echoed(self.child, self.x, (self.cos, self.sin), self.shared)
+        angles = torch.complex(self.cos, self.sin) if self.are_complex else (self.cos, self.sin)
+        return echoed(self.child, self.x, angles, self.shared)
 
 
 _Recognised = tuple[FusedAttention | ReadingAttention | None, str]
@@ -103,16 +111,18 @@ class AttentionRecogniser:
         rows = torch.randn(1, 2 * NUM_ROWS, first.in_features, dtype=torch.float32, generator=generator)
         rows[:, NUM_ROWS:] *= _LARGE
         x = like_input(first, rows)
-        if strange := self._angle_dtypes - {x.dtype, torch.float32}:
+        if strange := self._angle_dtypes - {x.dtype, torch.float32, torch.complex64}:
             raise NotRecognised(f"its rotary angles are {strange.pop()}, and its rows {x.dtype}")
         if len(self._angle_dtypes) > 1:
             raise NotRecognised("its rotary angles have several dtypes")
         why, is_called = "it takes no rotary angles", False
         angle_dtype = next(iter(self._angle_dtypes), x.dtype)
-        for width, layout in product(self._widths, LAYOUTS):
+        are_complex = angle_dtype == torch.complex64
+        angle_dtype = torch.float32 if are_complex else angle_dtype
+        for width, layout in product(self._widths, ("half",) if are_complex else LAYOUTS):
             angles = random_angles(width, layout, generator, 2 * NUM_ROWS)
             cos, sin = (_LENGTH * part.to(x.device, angle_dtype) for part in (angles.cos(), angles.sin()))
-            probe = _Probe(child, x, cos, sin, layout, self._shared(x))
+            probe = _Probe(child, x, cos, sin, layout, are_complex, self._shared(x))
             try:
                 echo, _ = probe.echoed()
             except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
@@ -304,7 +314,7 @@ def _output_gates(weights: AttentionWeights, heads: tuple[int, int, int]) -> Seq
     in_queries = _gates_are_in_queries(weights, heads)
     if weights.gate is None and not in_queries:
         return (None,)
-    return [OutputGate(activation, in_queries) for activation in _GATE_ACTIVATIONS]
+    return [OutputGate(activation, in_queries) for activation in GATE_ACTIVATIONS]
 
 
 def _gates_are_in_queries(weights: AttentionWeights, heads: tuple[int, int, int]) -> bool:
@@ -367,7 +377,10 @@ def _rotation(
         width = of_keys[0].shape[1]
         if kind != "none" and width > heads[2]:
             continue
-        if scale is not None and (kind == "none" or norms_last or width != heads[2]):
+        if scale is not None and (norms_last or width != heads[2]):
+            continue
+        # A layer that rotates nothing doesn't show how its angles are laid out, and complex ones are in one way.
+        if rotation.is_scale_alone and not probe.are_complex:
             continue
         if not _agree_in_parts(expected[0], _turned(rows[0], norms.query, rotation, of_queries) * factor):
             continue
@@ -383,8 +396,10 @@ def _rotation(
 def _query_scales(child: Any) -> tuple[QueryScale | None, ...]:
     """How queries may be multiplied at each position, by the configuration of a layer."""
     rope = getattr(getattr(child, "config", None), "rope_parameters", None) or {}
-    beta, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
-    return (None,) if not beta or not length else (None, QueryScale(beta, length))
+    of_rope = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings"), 0
+    own = getattr(child, "attn_scale", None), getattr(child, "floor_scale", None), 1
+    known = [QueryScale(beta, length, first) for beta, length, first in (of_rope, own) if beta and length]
+    return None, *known
 
 
 def _turned(
@@ -398,7 +413,7 @@ def _turned(
 
     if not rotation.norms_last:
         rows = normed()
-    if rotation.kind != "none":
+    if rotation.takes_angles:
         rotate(rows, cos_sin[0], cos_sin[1], in_pairs=rotation.kind == "pairs")
     return normed() if rotation.norms_last else rows
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from baton.runner.model.fused.attention import AngleLayout, Angles
 from baton.runner.model.probe_attention import EchoAttention
+from baton.runner.model.row_positions import TokensBefore
 from baton.runner.model.stored.layers import StoredLinear
 
 NUM_ROWS = 5
@@ -113,8 +114,11 @@ def echoed(
     # Layers without any rotation hand on to attention what they don't know.
     takes_angles = "position_embeddings" in inspect.signature(type(child).forward).parameters
     angles: dict[str, Any] = {"position_embeddings": given} if takes_angles else {}
+    places = probe_places(x.shape[1]).to(x.device)
     if "position_ids" in inspect.signature(type(child).forward).parameters:
-        angles["position_ids"] = probe_places(x.shape[1]).to(x.device)[None]
+        angles["position_ids"] = places[None]
+    elif "past_key_values" in inspect.signature(type(child).forward).parameters:  # by which some count tokens
+        angles["past_key_values"] = TokensBefore().begin(places)
     if takes_shared(child):
         angles["shared_kv_states"] = shared
     return echo, child(hidden_states=x, attention_mask=None, **angles)[0]

@@ -194,15 +194,14 @@ class InterceptedWeight(torch.Tensor):
 
 
 class StackedWeights(torch.Tensor):
-    """The weights [experts, N, K] of a module that passes them to `F.linear` one by one, or [experts, K, N] of one that
-    passes all of them to `torch.bmm`: these calls run Baton's products.
+    """The weights [experts, N, K] of a module that passes them to `F.linear` one by one: these run Baton's products.
 
     The first one packs them, and from then on there are no plain numbers. Until then it is a tensor as any other, since
     a parameter of three dimensions may be something else.
     """
 
-    packed: tuple[bool, Sequence[PackedLinear]] | None
-    """Whether they were transposed, and a layer for each; None: no call has asked for one."""
+    packed: Sequence[PackedLinear] | None
+    """A layer for each; None: no call has asked for one."""
     operations: Operations
 
     @staticmethod
@@ -211,15 +210,12 @@ class StackedWeights(torch.Tensor):
         stacked.packed, stacked.operations = None, operations
         return stacked
 
-    def _layers(self, transposed: bool) -> Sequence[PackedLinear]:
+    def _layers(self) -> Sequence[PackedLinear]:
         if self.packed is None:
             plain = self.as_subclass(torch.Tensor)
-            each = (weight.T.contiguous() if transposed else weight for weight in plain)
-            self.packed = transposed, [PackedLinear(self.operations, weight, None, weight.dtype) for weight in each]
+            self.packed = [PackedLinear(self.operations, weight, None, weight.dtype) for weight in plain]
             self.data = plain.new_empty(()).expand(plain.shape)
-        if self.packed[0] != transposed:
-            raise TypeError("a stack of weights is multiplied one by one and all at once; it is packed for one of both")
-        return self.packed[1]
+        return self.packed
 
     @classmethod
     def __torch_function__(
@@ -231,21 +227,10 @@ class StackedWeights(torch.Tensor):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.Tensor.__getitem__ and isinstance(args[1], int) and args[0].dim() == 3:
-                return args[0]._layers(False)[args[1]].weight
-            if func is torch.bmm and isinstance(args[1], StackedWeights):
-                layers = args[1]._layers(True)
-                return torch.stack([_without_zeros(layer, rows) for layer, rows in zip(layers, args[0], strict=True)])
+                return args[0]._layers()[args[1]].weight
             if any(isinstance(arg, StackedWeights) and arg.packed is not None for arg in args):
                 return without_numbers(func, args, kwargs)
             return func(*args, **(kwargs or {}))
-
-
-def _without_zeros(layer: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
-    """The layer's product with rows [T, K], of which most are zero where each expert is given those of all others."""
-    at = rows.any(dim=1).nonzero().squeeze(-1)
-    out = rows.new_zeros(rows.shape[0], layer.out_features)
-    out[at] = layer.rows(rows[at])
-    return out
 
 
 def head_of(module: Any) -> nn.Module | None:

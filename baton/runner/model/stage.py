@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import nn
@@ -310,15 +310,36 @@ def layers_of(module: nn.Module, num_layers: int) -> nn.ModuleList:
 
     Parts may stand for layers of other stages. Raises UnsupportedAttention for a module without such a list.
     """
-    for part in module.modules():
-        if isinstance(part, nn.ModuleList) and len(part) == num_layers:
-            own = ((index, layer) for index, layer in enumerate(part) if not isinstance(layer, OtherLayer))
-            if all(_layer_indices(layer) == {index} for index, layer in own):
-                return part
-    raise UnsupportedAttention(
-        f"{type(module).__name__} has no list of its layers with one attention each, so they can't be divided in "
-        "stages: leave out --pp"
-    )
+    found = (part for part in module.modules() if _is_list_of_layers(part, num_layers))
+    layers = next(found, None)
+    if layers is None:
+        raise UnsupportedAttention(
+            f"{type(module).__name__} has no list of its layers with one attention each, so they can't be divided in "
+            "stages: leave out --pp"
+        )
+    return layers
+
+
+def looped_parts_of(module: nn.Module, num_layers: int) -> nn.ModuleList | None:
+    """The list of the parts that a module's loop goes over: its layers, or parts with several layers' attention each.
+
+    Parts may stand for layers of other stages. None for a module without such a list.
+    """
+    lists = (part for part in module.modules() if isinstance(part, nn.ModuleList))
+    return next((part for part in lists if _is_list_of_layers(part, num_layers) or _has_all(part, num_layers)), None)
+
+
+def _is_list_of_layers(part: nn.Module, num_layers: int) -> TypeGuard[nn.ModuleList]:
+    if not isinstance(part, nn.ModuleList) or len(part) != num_layers:
+        return False
+    own = ((index, layer) for index, layer in enumerate(part) if not isinstance(layer, OtherLayer))
+    return all(_layer_indices(layer) == {index} for index, layer in own)
+
+
+def _has_all(parts: nn.ModuleList, num_layers: int) -> bool:
+    """Whether the parts below those of a list, which may have numbers of their own, are of all layers in order."""
+    below = (set[int]().union(*map(_layer_indices, part.children())) for part in parts)
+    return [index for indices in below for index in sorted(indices)] == [*range(num_layers)]
 
 
 def _layer_indices(layer: nn.Module) -> set[int]:

@@ -111,11 +111,28 @@ def test_angles_in_float32_are_not_rounded(tmp_path: Path, dtype: str) -> None:
     assert np.array_equal(recorded, logits(runner))
 
 
-def test_attention_with_complex_angles_is_left_as_it_is(tmp_path: Path) -> None:
+def test_attention_with_complex_angles_is_found_and_counts_tokens_where_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its layers without a rotation multiply queries by position, which they find out by counting tokens."""
+    from transformers.models.llama4 import modeling_llama4
+
     write_varied_model(tmp_path, LISTED_TYPES["llama4_text"], seed=1)
-    runner = load_with(tmp_path, dtype="bfloat16", num_blocks=64)
+    runner = load_with(tmp_path, num_blocks=64)
     assert runner.model.bit_exact
-    assert fused(runner)[0] == 0
+    assert fused(runner)[0] == 4
+    assert runner._transformer.why_no_programs == ""
+
+    def doubled(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key = original(*arguments)
+        return query, key + key.roll(1, dims=-1)
+
+    original = modeling_llama4.apply_rotary_emb
+    monkeypatch.setattr(modeling_llama4, "apply_rotary_emb", doubled)
+    runner = load_with(tmp_path, num_blocks=64)
+    assert runner.model.bit_exact
+    assert fused(runner)[0] == 1
+    assert not runner._transformer.has_own_loop
 
 
 def test_parts_with_other_names_are_found_and_keep_them(tmp_path: Path) -> None:
@@ -291,14 +308,14 @@ def test_attention_that_is_not_recognised_is_named_with_its_reason(
 
     @wraps(original)
     def strict(self: Any, *arguments: Any, **named: Any) -> Any:
-        if "past_key_values" not in named:
-            raise TypeError("it wants past_key_values")
+        if "use_cache" not in named:
+            raise TypeError("it wants use_cache")
         return original(self, *arguments, **named)
 
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", strict)
     why = paths_of(loaded(tmp_path))["decoder"].why_not_faster
     assert "self_attn of LlamaDecoderLayer is a LlamaAttention, no FusedAttention" in why
-    assert "it raised TypeError: it wants past_key_values" in why
+    assert "it raised TypeError: it wants use_cache" in why
 
 
 def test_a_bug_in_the_decoder_is_raised_and_no_slower_path_taken(

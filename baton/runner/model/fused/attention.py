@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -33,22 +33,27 @@ AngleLayout = Literal["halves", "half", "pairs"]
 are equal."""
 
 
+GateActivation = Literal["sigmoid", "softplus"]
+"""What gates of attention's result go through."""
+GATE_ACTIVATIONS: Sequence[GateActivation] = get_args(GateActivation)
 Angles = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
 """What a rotary module gives: cosines and sines, or complex numbers that have both."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueryScale:
-    """What queries are multiplied with at each position: 1 + beta * ln(1 + floor(position / length))."""
+    """What queries are multiplied with at each position: 1 + beta * ln(1 + floor((position + first) / length))."""
 
     beta: float
     length: float
+    first: int = 0
+    """What the model counts the first position as."""
 
     def times(self, angles: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Cosines or sines [T, R] of positions, int64 [T], which rotate queries and multiply them with that."""
         # torch's logarithm rounds differently in the tail of a tensor, which float64 hides from narrower angles.
         at = positions.to(angles.device, torch.float64)
-        factors = 1 + self.beta * torch.log1p(torch.floor(at / self.length))
+        factors = 1 + self.beta * torch.log1p(torch.floor((at + self.first) / self.length))
         return (angles * factors[:, None].float()).to(angles.dtype)
 
 
@@ -67,7 +72,7 @@ class Rotation:
     bound: float | None = None
     """What queries, keys and values are before anything else if they exceed it, in either direction; None: they may."""
     query_scale: QueryScale | None = None
-    """How queries are multiplied by position, if all columns of heads are rotated; None: they are not."""
+    """How queries are multiplied by position, if all columns of heads are rotated, or none; None: they are not."""
     is_backwards: bool = False
     """Whether columns are rotated by the opposite of the angles that the layer is given."""
     value_factor: float = 1.0
@@ -82,13 +87,26 @@ class Rotation:
 
         With a scale of queries, which needs `positions`, int64 [T], theirs follow those of keys: [T, 2 R].
         """
+        if self.is_scale_alone:
+            cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
         cos, sin = (whole_angles(angles, self.layout, self.query_scale, positions) for angles in (cos, sin))
         return cos, -sin if self.is_backwards else sin
 
     @property
+    def is_scale_alone(self) -> bool:
+        """Whether queries are multiplied by position, and nothing is rotated: all angles are zero then."""
+        return self.kind == "none" and self.query_scale is not None
+
+    @property
+    def takes_angles(self) -> bool:
+        """Whether queries and keys are multiplied with cosines and sines."""
+        return self.kind != "none" or self.query_scale is not None
+
+    @property
     def of_angles(self) -> Rotation:
         """A rotation with what decides about the angles alone."""
-        return Rotation("halves", self.layout, query_scale=self.query_scale, is_backwards=self.is_backwards)
+        kind: Literal["halves", "none"] = "none" if self.is_scale_alone else "halves"
+        return Rotation(kind, self.layout, query_scale=self.query_scale, is_backwards=self.is_backwards)
 
 
 class AttentionWeights(NamedTuple):
@@ -119,7 +137,7 @@ class HeadNorms(NamedTuple):
 class OutputGate:
     """What attention's result is multiplied with before its last product: the activation of rows of gates."""
 
-    activation: Literal["sigmoid", "softplus"]
+    activation: GateActivation
     in_queries: bool
     """Whether each head's gate follows its query in their module; otherwise gates have a product of their own, which
     gives one number for each head or for each of its columns."""
@@ -141,12 +159,12 @@ class CalledAsAttention(nn.Module, HasProducts, ABC):
 
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Rotate the first R columns of x [T, H, D] in place."""
-        if self.rotation.kind == "none" or cos.shape[1] == 0:
+        if not self.rotation.takes_angles or cos.shape[1] == 0:
             return
         self._operations.rotate(x, cos, sin, in_pairs=self.rotation.kind == "pairs")
 
     def _record_rotate(self, program: Program, x: Rows, cos: Rows, sin: Rows) -> None:
-        if self.rotation.kind == "none" or cos.width == 0:
+        if not self.rotation.takes_angles or cos.width == 0:
             return
         program.rotate(x, self._head_dim, cos, sin, in_pairs=self.rotation.kind == "pairs")
 
@@ -156,6 +174,7 @@ class CalledAsAttention(nn.Module, HasProducts, ABC):
         position_embeddings: Angles | None = None,
         attention_mask: object = None,
         position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
         *_: Any,
         **__: Any,
     ) -> tuple[torch.Tensor, None]:
@@ -165,6 +184,9 @@ class CalledAsAttention(nn.Module, HasProducts, ABC):
             cos = sin = x.new_empty(x.shape[0], 0)
         else:
             at = None if position_ids is None else position_ids[0]
+            if at is None and self.rotation.query_scale is not None:  # the layer counts the tokens before its rows
+                before = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
+                at = before + torch.arange(x.shape[0], device=x.device)
             cos, sin = cos_and_sin(position_embeddings)
             cos, sin = self.rotation.arranged(cos[0], sin[0], at)
         return self.rows(x, cos, sin).unsqueeze(0), None

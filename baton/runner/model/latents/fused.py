@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import rows_of
 from baton.runner.model.attention import AttentionParameters, PagedAttention
-from baton.runner.model.fused.attention import CalledAsAttention, Rotation, joined_bias
+from baton.runner.model.fused.attention import CalledAsAttention, GateActivation, Rotation, joined_bias
 from baton.runner.model.fused.rows import AnyNorm
 from baton.runner.model.latents.heads import ROWS_AT_A_TIME, LatentHeads
 from baton.runner.model.stored.layers import weight_of
@@ -32,6 +33,8 @@ class Parts(NamedTuple):
     """What makes latents, and behind them what is rotated."""
     latent_norm: AnyNorm
     out: tuple[str, nn.Linear]
+    gate: tuple[str, nn.Linear] | None = None
+    """What the gates of the heads' outputs are computed with: one number for each head, or for each of its columns."""
 
     @classmethod
     def of(cls, attention: Any) -> Parts | None:
@@ -52,7 +55,7 @@ class Parts(NamedTuple):
             return None
         if (norm is not None) != (down is not None) or not isinstance(norm, AnyNorm | None):
             return None
-        return cls(down, norm, query, latent, latent_norm, out)
+        return cls(down, norm, query, latent, latent_norm, out, linear("g_proj"))
 
 
 class FusedLatentAttention(CalledAsAttention):
@@ -66,10 +69,14 @@ class FusedLatentAttention(CalledAsAttention):
         heads: LatentHeads,
         how: AttentionParameters,
     ) -> None:
-        """A new attention rotates nothing; its maker sets `rotation`."""
+        """A new attention rotates nothing; its maker sets `rotation`, and what else is public."""
         super().__init__()
         self.layer_idx = layer_idx
         self.rotation = Rotation("none", "halves")
+        self.latent_factor = 1.0
+        """What latents are multiplied with behind their norm."""
+        self.gate_activation: GateActivation = "sigmoid"
+        """Of the gates of the heads' outputs, if there are any."""
         self.kv_b_proj = heads
         self.own_heads = heads.own_heads
         self._operations = operations
@@ -88,13 +95,23 @@ class FusedLatentAttention(CalledAsAttention):
         packed = operations.pack_own(rows_of(weight, rows.start, rows.stop))
         self._query = AdaptableProduct(operations, packed, weight.shape[1], [(name, weight.shape[0])])
         self._query_bias = None if query.bias is None else query.bias.detach()[rows].clone()
+        self._gates: AdaptableProduct | None = None
+        if parts.gate is not None:
+            name, gate = parts.gate
+            weight, of_head = weight_of(gate), gate.out_features // heads.shape.heads
+            packed = operations.pack_own(rows_of(weight, own.start * of_head, own.stop * of_head))
+            self._gates = AdaptableProduct(operations, packed, weight.shape[1], [(name, weight.shape[0])])
         name, out = parts.out
         self._out = AdaptableProduct.of_layer(operations, name, weight_of(out))
         self._out_bias = None if out.bias is None else out.bias.detach().clone()
 
     @property
     def products(self) -> Sequence[AdaptableProduct]:
-        return self._down, self._query, self._out
+        return [part for part in (self._down, self._query, self._gates, self._out) if part is not None]
+
+    def scale_queries(self, factor: float) -> None:
+        """Multiply the scores of all queries with a number that the model multiplies queries with."""
+        self._how = replace(self._how, scale=self._how.scale * factor)
 
     def rows(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
@@ -104,7 +121,8 @@ class FusedLatentAttention(CalledAsAttention):
         (down_norm, latent_norm), narrow, width = self._norms, self._width_of_queries, self._shape.latent
         latent = down.new_empty(down.shape[0], 1, self.key_width)
         rotated = latent[..., width : width + self._shape.rotated]
-        latent[:, 0, :width] = latent_norm.rows(down[:, narrow : narrow + width])
+        normed = latent_norm.rows(down[:, narrow : narrow + width])
+        latent[:, 0, :width] = normed if self.latent_factor == 1.0 else normed * self.latent_factor
         rotated[:, 0] = down[:, narrow + width :]
         self._rotate(rotated, cos, sin)
         self._complete(latent, x, cos, sin)
@@ -128,6 +146,9 @@ class FusedLatentAttention(CalledAsAttention):
         )
         if own.shape[0] == 0:
             return x[:0]
+        if self._gates is not None:
+            rows = own.view(own.shape[0], -1)
+            own = self._operations.multiply(rows, self._gates.linear(x), self.gate_activation).view(own.shape)
         return self._out.linear(self.kv_b_proj.gathered(own), self._out_bias)
 
     @property
@@ -175,6 +196,8 @@ class FusedLatentAttention(CalledAsAttention):
         down_norm, latent_norm = self._norms
         down = self._down.record(program, x, self._down_bias, into="narrow rows")
         normed = latent_norm.record(program, down.columns(narrow, narrow + shape.latent), into="normed latents")
+        if self.latent_factor != 1.0:
+            normed = program.scale(normed, self.latent_factor, into="scaled latents")
         latent = program.scratch("latents", shape.latent + shape.rotated)
         program.copy_columns(normed, latent, width=shape.latent)
         behind = down.columns(narrow + shape.latent, down.width)
@@ -193,6 +216,10 @@ class FusedLatentAttention(CalledAsAttention):
         attended = paged.record(program, self.layer_idx, of_latents, latent, value, self._how, into="attended")
         out = program.scratch("outputs of heads", heads * shape.value, sampled=query.sampled)
         program.linear_of_heads(attended, self.kv_b_proj.of_outputs, out)
+        if self._gates is not None:
+            gates = self._gates.record(program, x, None, into="gates")
+            gates = program.take_sampled(gates, into="sampled gates") if sampling else gates
+            out = program.multiply(out, gates, self.gate_activation, into="gated outputs")
         return self._out.record(program, out, self._out_bias, into=into)
 
     def _record_rotation(self, program: Program, x: Rows, first: int, heads: int, cos: Rows, sin: Rows) -> None:

@@ -20,10 +20,11 @@ from baton.runner.model.comparison import (
     angle_widths,
     children_of,
     echoed,
+    factors_of,
     like_input,
     random_angles,
 )
-from baton.runner.model.fused.attention import Rotation
+from baton.runner.model.fused.attention import GATE_ACTIVATIONS, Rotation
 from baton.runner.model.latents.fused import FusedLatentAttention, Parts
 from baton.runner.model.latents.heads import LatentHeads, take_heads
 from baton.runner.model.latents.indexer import Selections
@@ -85,17 +86,21 @@ def _fused(
         if theirs.how is None:
             return None
         fused = fused or FusedLatentAttention(operations, child.layer_idx, parts, heads, theirs.how)
-        for kind in KINDS:
+        factors = factors_of(child)
+        activations = GATE_ACTIVATIONS if parts.gate is not None else GATE_ACTIVATIONS[:1]
+        for kind, of_queries, of_latents, activation in product(KINDS, factors, factors, activations):
             fused.rotation = Rotation(kind, layout)
+            fused.latent_factor, fused.gate_activation = of_latents, activation
             arranged = fused.rotation.arranged(cos[0], sin[0])
             if kind != "none" and arranged[0].shape[1] != heads.shape.rotated:
                 continue
-            ours = EchoAttention()
+            ours = EchoAttention(of_queries)
             object.__setattr__(fused, "baton_attend", ours)
             out = fused.rows(x[0], *arranged)
             if agree(expected[0], out) and all(
                 agree(*pair) for pair in zip(_compared(theirs), _compared(ours), strict=True)
             ):
+                fused.scale_queries(of_queries)
                 return fused
     return None
 

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import nn
 
-from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.fused.attention import CalledAsAttention, Rotation
 from baton.runner.model.layers import head_of
 from baton.runner.model.long_angles import LongAngles, is_rotary
@@ -41,7 +40,7 @@ from baton.runner.model.loop.steps import (
 )
 from baton.runner.model.mixtures.router import FusedRouter, RoutedExperts
 from baton.runner.model.probe_attention import EchoAttention
-from baton.runner.model.stage import OtherLayer, ReceivedRows, layers_of
+from baton.runner.model.stage import OtherLayer, ReceivedRows, looped_parts_of
 from baton.runner.model.stored.plan import is_experts
 
 _FEW = 2
@@ -147,10 +146,9 @@ class LoopTrace:
     def watched(self) -> Iterator[None]:
         """Watch the calls in the body, in which the module is called once. Raises NotAPlainDecoder there."""
         module = self._module
-        try:
-            layers = layers_of(module, module.config.num_hidden_layers)
-        except UnsupportedAttention as error:
-            raise NotAPlainDecoder(f"{type(module).__name__} has no list of layers with one attention each") from error
+        layers = looped_parts_of(module, module.config.num_hidden_layers)
+        if layers is None:
+            raise NotAPlainDecoder(f"{type(module).__name__} has no list of layers with attention each")
         embedding, head = module.get_input_embeddings(), head_of(module)
         if head is None:
             raise NotAPlainDecoder(f"{type(module).__name__} has no head")
@@ -178,7 +176,7 @@ class LoopTrace:
                     behind(part, partial(self._left_part_of_base, f"{name} of {type(base).__name__}"))
             for layer in own:
                 kind = type(layer).__name__
-                for name, part in layer.named_children():
+                for name, part in _parts_of(layer):
                     before(part, self._entered)
                     behind(part, partial(self._left, f"{name} of {kind}"))
                 is_end = layer is own[-1] and layer is not layers[-1]
@@ -449,6 +447,15 @@ class LoopTrace:
             raise NotAPlainDecoder("rows in float32 are added to others, and these or their factor are no residual")
         self.steps.append(Sum(one, other, number, factor, is_wide))
         return number
+
+
+def _parts_of(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The parts that a layer calls, with their names; it may have lists of them."""
+    for name, part in layer.named_children():
+        if isinstance(part, nn.ModuleList):
+            yield from ((f"{name}.{index}", inner) for index, inner in enumerate(part))
+        else:
+            yield name, part
 
 
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:

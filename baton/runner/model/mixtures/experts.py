@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from baton.runner.adapters.adaptable import AdaptableExperts, hold_parameters, routed
 from baton.runner.backends.operations import Operations
-from baton.runner.backends.routing import ClampedGate, ExpertBiases, SharedRows
+from baton.runner.backends.routing import PLAIN_EXPERTS, ClampedGate, ExpertBiases, ExpertKind, SharedRows
 from baton.runner.backends.weight_rows import Weight
 from baton.runner.model.recognition import gated_activation
 from baton.runner.model.stored.layers import halves_of, read_packed, take_experts
@@ -30,6 +30,7 @@ class PackedExperts:
         self._up_name = "gate_up_proj" if module.has_gate else "up_proj"
         # Older releases of transformers don't set it: no experts of theirs have a norm.
         self._has_norm: bool = getattr(module, "has_post_expert_norm", False)
+        self._kind: ExpertKind = getattr(module, "baton_kind", PLAIN_EXPERTS)
         self._held = take_experts(module)
         self._activation, self._clamp = None, _clamped_gate_of(module)
         if module.has_gate and not module.has_bias:
@@ -45,7 +46,7 @@ class PackedExperts:
             if module.has_bias:
                 of_products = (getattr(module, f"{name}_bias").detach() for name in (self._up_name, "down_proj"))
                 biases = ExpertBiases(*(bias.clone() for bias in of_products))
-            self.mixture = operations.pack_mixture(self._up.packed, self._down.packed, gate, biases)
+            self.mixture = operations.pack_mixture(self._up.packed, self._down.packed, gate, biases, self._kind)
         # In the order in which every module of transformers has them.
         products = {self._up_name: self._up, "down_proj": self._down}
         hold_parameters(module, products | {name: None for name in others if name not in products})
@@ -115,12 +116,22 @@ class PackedExperts:
             places = (flat_index == expert).nonzero().squeeze(-1)
             index = places // top_k
             rows = hidden[index]
+            if self._kind.weighs_inputs:
+                rows = rows * weights.flatten()[places, None].to(rows.dtype)
             # torch's elementwise kernels round differently in the tail of a tensor, so only padding may be in the tail.
             padded = functional.pad(rows, (0, 0, 0, -rows.shape[0] % self._row_quantum))
             own_slots = routed(slots, index, padded.shape[0])
             outs[places] = self._expert(module, padded, expert, own_slots)[: rows.shape[0]]
         places = torch.arange(num_rows * top_k, dtype=torch.int32, device=hidden.device)
-        places = places.where(flat_index < self._up.num_experts, -1).view(num_rows, top_k)
+        is_expert = flat_index < self._up.num_experts
+        if self._kind.passes_rest:
+            rest = (~is_expert).nonzero().squeeze(-1)
+            outs[rest] = hidden[rest // top_k]
+        else:
+            places = places.where(is_expert, -1)
+        places = places.view(num_rows, top_k)
+        if self._kind.weighs_inputs:
+            weights = torch.ones_like(weights).where(is_expert.view(places.shape), weights)
         return self._operations.sum_experts(outs, places, weights, factor, shared)
 
     def _expert(self, module: Any, rows: torch.Tensor, expert: int, slots: torch.Tensor | None) -> torch.Tensor:

@@ -8,7 +8,7 @@ a layer calls itself, beside experts, is recognised in the same way by what it g
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple, get_args
@@ -24,6 +24,7 @@ from baton.runner.model.fused.attention import CalledAsAttention
 from baton.runner.model.fused.rows import FusedMlp, FusedNorm, PlainMlp
 from baton.runner.model.mixtures.fused import FusedMixture, MixtureParts
 from baton.runner.model.mixtures.router import FusedRouter, RouterParts
+from baton.runner.model.mixtures.stacked import Echo, Recognised, stacked_experts_of
 from baton.runner.model.stored.layers import forget_weights
 from baton.runner.model.stored.plan import is_experts, is_linear
 
@@ -88,19 +89,28 @@ def fuse_mixtures(module: nn.Module, operations: Operations, dtype: torch.dtype)
     """
     with torch.inference_mode():
         for parent, name, child in children_of(module):
-            parts, router = _parts_of(child, dtype), None
+            stacked = _stacked_experts_of(child)
+            parts, router = _parts_of(child, dtype, stacked), None
             is_of_layer = any(isinstance(part, CalledAsAttention) for part in parent.children())
             if parts is None and is_of_layer and any(is_experts(part) for part in parent.children()):
                 router = _router_parts_of(child, operations, dtype)
             forget_weights(child)
             if parts is not None:
-                setattr(parent, name, FusedMixture(operations, dict(child.named_children()), parts))
+                children = dict(child.named_children()) | {of: found.experts for of, found in stacked.items()}
+                setattr(parent, name, FusedMixture(operations, children, parts))
             elif router is not None:
                 setattr(parent, name, FusedRouter(operations, dict(child.named_children()), router))
 
 
-def _parts_of(child: nn.Module, dtype: torch.dtype) -> MixtureParts | None:
-    experts = [name for name, part in child.named_children() if is_experts(part)]
+def _stacked_experts_of(child: nn.Module) -> dict[str, Recognised]:
+    """What stands for the experts among a part's children that transformers' ExpertsInterface doesn't compute."""
+    generator = torch.Generator().manual_seed(0)
+    found = ((name, stacked_experts_of(part, generator)) for name, part in child.named_children())
+    return {name: experts for name, experts in found if experts is not None}
+
+
+def _parts_of(child: nn.Module, dtype: torch.dtype, stacked: Mapping[str, Recognised]) -> MixtureParts | None:
+    experts = [name for name, part in child.named_children() if is_experts(part) or name in stacked]
     if len(experts) != 1:
         return None
     routers = list(_routers_of(child, experts[0]))
@@ -110,16 +120,25 @@ def _parts_of(child: nn.Module, dtype: torch.dtype) -> MixtureParts | None:
     # The same rows for each layer: what is found of it must not depend on which other layers there are.
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, _NUM_ROWS, weight.shape[1], dtype=torch.float32, generator=generator).to(weight.device, dtype)
-    holder, echo = child.get_submodule(experts[0]), _EchoExperts(generator)
-    object.__setattr__(holder, "baton_experts", echo)
+    holder = child.get_submodule(experts[0])
+    echo: Echo | _EchoExperts
+    if (found_experts := stacked.get(experts[0])) is None:
+        echo = _EchoExperts(generator)
+        object.__setattr__(holder, "baton_experts", echo)
+    else:
+        echo = Echo(found_experts.call, weight.shape[0], x[0], generator)
+        setattr(child, experts[0], echo)
     try:
         given = child(x)
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError):
         return None  # it takes more than rows
     finally:
-        object.__delattr__(holder, "baton_experts")
+        if found_experts is None:
+            object.__delattr__(holder, "baton_experts")
+        else:
+            setattr(child, experts[0], holder)
     out = given[0] if isinstance(given, tuple) else given
-    if len(echo.given) != 1 or not isinstance(out, torch.Tensor) or out.shape != x.shape:
+    if len(echo.given) != 1 or not isinstance(out, torch.Tensor) or out.numel() != x.numel():
         return None
     hidden, chosen, weights = echo.given[0]
     if hidden.shape != x[0].shape or not torch.equal(hidden, x[0]) or chosen.ndim != 2:

@@ -146,9 +146,10 @@ class RouteCall(ctypes.Structure):
 
 class SumCall(ctypes.Structure):
     _fields_ = [
-        *_fields(_POINTER, "outs places weights shared gate out"),
+        *_fields(_POINTER, "outs places weights rest shared gate out"),
         *_fields(_SIZE, "rows most n rows_per_task"),
         ("factor", _FLOAT),
+        ("are_weighted", _INT),
     ]
 
 
@@ -168,6 +169,7 @@ class MixtureCall(ctypes.Structure):
         *_fields(_POINTER, "x chosen gathered inner quantized"),
         *_fields(_SIZE, "experts x_stride"),
         ("sum", SumCall),
+        *_fields(_INT, "weighs_inputs passes_rest"),
     ]
 
 

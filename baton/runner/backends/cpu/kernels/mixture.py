@@ -25,7 +25,14 @@ from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, libr
 from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, NOT_GATED, Activation, PackedColumns, PackedWeight
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
 from baton.runner.backends.cpu.kernels.weights import Packed, PackedPart
-from baton.runner.backends.routing import ClampedGate, ExpertBiases, Routing, SharedRows
+from baton.runner.backends.routing import (
+    PLAIN_EXPERTS,
+    ClampedGate,
+    ExpertBiases,
+    ExpertKind,
+    Routing,
+    SharedRows,
+)
 
 
 class PackedMixture:
@@ -37,6 +44,7 @@ class PackedMixture:
         downs: Sequence[Packed],
         gate: Activation | ClampedGate,
         biases: ExpertBiases | None = None,
+        kind: ExpertKind = PLAIN_EXPERTS,
     ) -> None:
         """`gate`: an activation for gated weights, or what is computed behind others.
 
@@ -55,6 +63,7 @@ class PackedMixture:
         self.dtype = first_up.dtype if isinstance(first_up, PackedWeight) else None
         """The dtype that rows must have; None: rows may have any dtype of the kernels."""
         self._biases = biases
+        self._kind = kind
         self._kept = (ups, downs)
         self._clamp = ClampCall()
         if clamp is not None:
@@ -86,6 +95,7 @@ class PackedMixture:
             product.x_stride = product.x_stride or product.k
         call.experts, call.x_stride = self.num_experts, self.k
         call.sum = SumCall(n=self.k, most=most, factor=factor)
+        call.weighs_inputs, call.passes_rest = self._kind.weighs_inputs, self._kind.passes_rest
         return call
 
 
@@ -179,8 +189,8 @@ def mix_experts(
 ) -> torch.Tensor:
     """The sum of each row's experts, weighted, as `sum_experts` says: x [T, K] to [T, K].
 
-    `chosen`: int32 [T, most]; one that is no expert's number computes nothing. Raises KernelArgumentError for tensors
-    that don't fit.
+    `chosen`: int32 [T, most]; one that is no expert's number computes nothing, or gives its row. Raises
+    KernelArgumentError for tensors that don't fit.
     """
     if x.ndim != 2 or x.shape[1] != mixture.k or x.dtype not in DTYPES or not x.is_contiguous() or not x.is_cpu:
         raise KernelArgumentError("x", f"must be [T, {mixture.k}], contiguous, on the CPU, is {tuple(x.shape)}")

@@ -203,11 +203,13 @@ struct sum_call {
     const void *outs;      /* [places, n]: what the experts gave */
     const int32_t *places; /* [rows, most]: in which row of outs an expert's result is; -1: there is none */
     const float *weights;  /* [rows, most] */
+    const void *rest;      /* [rows, n]: what there is in place of each result that there is not; NULL: nothing */
     const void *shared;    /* [rows, n], added to the sum; NULL: nothing is */
     const void *gate;      /* [rows]: shared is multiplied with its sigmoid first, each rounded; NULL: it is not */
     void *out;             /* [rows, n] */
     size_t rows, most, n, rows_per_task;
     float factor;
+    int are_weighted;      /* whether outs have been multiplied with their weights */
 };
 
 /* The gate of gpt-oss, (u + 1) * g * sigmoid(alpha * g), where g is the first of two neighbours and at most the limit, and u the second
@@ -226,10 +228,12 @@ struct mixture_call {
     const void *up_biases, *down_biases;    /* [experts, n] or NULL */
     struct clamp_call clamp;                /* columns 0: up is gated; otherwise it is not, and x is room as the others */
     const void *x;                          /* [rows, up.k]; x_stride: elements from row to row */
-    const int32_t *chosen;                  /* [rows, sum.most]: an expert beyond the last one computes nothing */
+    const int32_t *chosen;                  /* [rows, sum.most]: an expert beyond the last one computes nothing, or gives its row */
     void *gathered, *inner, *quantized;     /* room for each chosen expert's row: of x, of up's result and, for a quantized down, of that */
     size_t experts, x_stride;
     struct sum_call sum; /* outs: room as the others */
+    int weighs_inputs;   /* an expert's row is multiplied with its weight, and rounded, before it computes it, not what it gives */
+    int passes_rest;     /* experts beyond the last one give their rows, with x_stride up.k */
 };
 
 /* activation(x), rounded once. */

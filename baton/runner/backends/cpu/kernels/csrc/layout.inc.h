@@ -79,7 +79,7 @@ static const struct layout_entry layout[] = {
     WHOLE(struct sum_call, "sum_call"),
     FIELD(sum_call, outs), FIELD(sum_call, places), FIELD(sum_call, weights), FIELD(sum_call, shared), FIELD(sum_call, gate),
     FIELD(sum_call, out), FIELD(sum_call, rows), FIELD(sum_call, most), FIELD(sum_call, n), FIELD(sum_call, rows_per_task),
-    FIELD(sum_call, factor),
+    FIELD(sum_call, factor), FIELD(sum_call, rest), FIELD(sum_call, are_weighted),
 
     WHOLE(struct clamp_call, "clamp_call"),
     FIELD(clamp_call, x), FIELD(clamp_call, out), FIELD(clamp_call, rows), FIELD(clamp_call, columns),
@@ -90,6 +90,7 @@ static const struct layout_entry layout[] = {
     FIELD(mixture_call, up_biases), FIELD(mixture_call, down_biases), FIELD(mixture_call, clamp),
     FIELD(mixture_call, chosen), FIELD(mixture_call, gathered), FIELD(mixture_call, inner), FIELD(mixture_call, quantized),
     FIELD(mixture_call, experts), FIELD(mixture_call, x_stride), FIELD(mixture_call, sum),
+    FIELD(mixture_call, weighs_inputs), FIELD(mixture_call, passes_rest),
 
     WHOLE(struct rotate_call, "rotate_call"),
     FIELD(rotate_call, x), FIELD(rotate_call, cos), FIELD(rotate_call, sin), FIELD(rotate_call, tokens),

@@ -20,7 +20,7 @@ struct mixture_plan {
     struct expert *experts; /* [active] */
     int32_t *counts;        /* [experts]: how many rows have chosen each; later where its next row goes to */
     int32_t *places;        /* [rows, most], as in sum_call */
-    int32_t *rows;          /* [places]: which row of x each gathered row is */
+    int32_t *choices;       /* [places]: which number of `chosen` each gathered row is for */
     size_t active, num_places;
     atomic_size_t next_up, next_down; /* the first task that no thread has taken */
 };
@@ -45,8 +45,10 @@ int plan_mixture(struct mixture_job *job, struct mixture_call *call, const struc
     plan->experts = (struct expert *)(plan + 1);
     plan->counts = (int32_t *)(plan->experts + active);
     plan->places = plan->counts + call->experts;
-    plan->rows = plan->places + most_places;
+    plan->choices = plan->places + most_places;
     call->sum.places = plan->places;
+    call->sum.rest = call->passes_rest ? call->x : NULL;
+    call->sum.are_weighted = call->weighs_inputs;
     call->clamp.out = call->inner;
     return STATUS_OK;
 }
@@ -88,7 +90,7 @@ static void divide_rows(const void *given, size_t task, void *scratch) {
     for (size_t i = 0; i < chosen; i++) {
         const int is_expert = call->chosen[i] >= 0 && (size_t)call->chosen[i] < call->experts;
         plan->places[i] = is_expert ? plan->counts[call->chosen[i]]++ : -1;
-        if (is_expert) plan->rows[plan->places[i]] = (int32_t)(i / call->sum.most);
+        if (is_expert) plan->choices[plan->places[i]] = (int32_t)i;
     }
     size_t up_end = 0, down_end = 0;
     for (size_t i = 0; i < plan->active; i++) {
@@ -122,13 +124,29 @@ static void take_row(const struct linear_call *to, const struct mixture_job *job
     quantized_kernels(job->isa)->quantize[job->dtype](&call, 0, NULL);
 }
 
+/* Multiplies one row with its weight, and quantizes it; `scratch` has room for a row that is quantized. */
+static void take_weighted_row(const struct linear_call *to, const struct mixture_job *job, const void *x, float weight, void *out, void *scratch) {
+    float by[1];
+    store_number(job->dtype, by, 0, weight);
+    const struct multiply_call call = {.x = x, .by = by, .out = to->format == NULL ? out : scratch, .rows = 1, .columns = to->k, .width = to->k,
+                                       .rows_per_task = 1, .multiplier = MULTIPLIER_PLAIN};
+    job->isa->multiply[job->dtype](&call, 0, NULL);
+    if (to->format != NULL) take_row(to, job, scratch, out);
+}
+
 static void gather_rows(const void *given, size_t task, void *scratch) {
     const struct mixture_job *job = given;
     const struct mixture_call *call = job->call;
     const size_t begin = task * GATHERED_ROWS, bytes = row_bytes(&call->up, job->dtype), stride = call->x_stride * item_size(job->dtype);
-    (void)scratch;
-    for (size_t i = begin; i < begin + GATHERED_ROWS && i < job->plan->num_places; i++)
-        take_row(&call->up, job, (const char *)call->x + (size_t)job->plan->rows[i] * stride, (char *)call->gathered + i * bytes);
+    for (size_t i = begin; i < begin + GATHERED_ROWS && i < job->plan->num_places; i++) {
+        const size_t choice = (size_t)job->plan->choices[i];
+        const char *x = (const char *)call->x + choice / call->sum.most * stride;
+        char *gathered = (char *)call->gathered + i * bytes;
+        if (call->weighs_inputs)
+            take_weighted_row(&call->up, job, x, call->sum.weights[choice], gathered, scratch);
+        else
+            take_row(&call->up, job, x, gathered);
+    }
 }
 
 static void gate_inner(const void *given, size_t task, void *scratch) {
@@ -186,7 +204,8 @@ size_t mixture_works(struct mixture_job *job, struct work works[MIXTURE_WORKS]) 
     size_t count = 0;
     if (most_places == 0) return 0;
     works[count++] = (struct work){.function = divide_rows, .job = job, .n_tasks = 1};
-    works[count++] = (struct work){.function = gather_rows, .job = job, .n_tasks = gathers};
+    works[count++] = (struct work){.function = gather_rows, .job = job, .n_tasks = gathers,
+                                   .scratch_bytes = call->weighs_inputs ? call->up.k * item_size(job->dtype) : 0};
     works[count++] = (struct work){.function = multiply_up, .job = job, .n_tasks = threads,
                                    .scratch_bytes = linear_scratch_bytes(&call->up, rows, job->isa, job->dtype)};
     if (is_clamped(call)) works[count++] = (struct work){.function = gate_inner, .job = job, .n_tasks = gathers};

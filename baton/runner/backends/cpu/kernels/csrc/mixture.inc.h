@@ -118,9 +118,10 @@ INLINE void sum_row(const enum dtype dtype, const struct sum_call *call, size_t 
         const size_t count = lanes_left(i, n);
         v16 sum = v_zero();
         for (size_t expert = 0; expert < call->most; expert++) {
-            if (places[expert] < 0) continue;
-            const v16 out = load_lanes(dtype, call->outs, (size_t)places[expert] * n + i, count);
-            sum = v_add(sum, v_mul(out, v_set1(weights[expert])));
+            const int is_rest = places[expert] < 0;
+            if (is_rest && call->rest == NULL) continue;
+            const v16 out = is_rest ? load_lanes(dtype, call->rest, row * n + i, count) : load_lanes(dtype, call->outs, (size_t)places[expert] * n + i, count);
+            sum = v_add(sum, call->are_weighted && !is_rest ? out : v_mul(out, v_set1(weights[expert])));
         }
         if (call->factor != 1.0f) sum = v_mul(v_rounded(dtype, sum), v_set1(call->factor));
         if (call->shared != NULL) {

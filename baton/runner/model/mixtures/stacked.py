@@ -1,0 +1,122 @@
+"""Experts of transformers that its ExpertsInterface doesn't compute, as a module that Baton's experts take.
+
+Their weights are stacked in two parameters, and they compute gated MLPs. Some take the rows of a step, which experts
+each row has chosen, and their weights, and give rows of experts without weights as they are. Others take the rows of
+all experts one after the other, multiplied with their weights, which are zero for experts that a row hasn't chosen.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from baton.runner.backends.routing import ExpertKind
+from baton.runner.model.comparison import NUM_ROWS, agree
+from baton.runner.model.stored.plan import is_experts
+
+Call = Literal["chosen", "all"]
+"""What experts are given: rows, chosen experts and weights; or the rows of all experts, multiplied with weights."""
+
+
+class StackedExperts(nn.Module):
+    """Stands for such experts in a mixture: an experts module of transformers' kind, which has Baton compute them."""
+
+    has_gate = True
+    has_bias = False
+
+    def __init__(self, experts: Any, num_experts: int, *, is_transposed: bool, kind: ExpertKind) -> None:
+        """`experts`: with weights [E, 2 I, K] and [E, K, I], or transposed; the first `num_experts` compute."""
+        super().__init__()
+        self.is_transposed = is_transposed
+        self.baton_kind = kind
+        self.act_fn = experts.act_fn
+        self.gate_up_proj: nn.Parameter
+        self.down_proj: nn.Parameter
+        for name in ("gate_up_proj", "down_proj"):
+            weights = getattr(experts, name).detach()[:num_experts]
+            setattr(self, name, nn.Parameter(weights, requires_grad=False))
+
+    def _apply_gate(self, rows: torch.Tensor) -> torch.Tensor:
+        gate, up = rows.chunk(2, dim=-1)
+        active: torch.Tensor = self.act_fn(gate) * up
+        return active
+
+
+class Recognised(NamedTuple):
+    """Experts that are known to compute what `experts` stands for."""
+
+    experts: StackedExperts
+    call: Call
+
+
+def stacked_experts_of(part: Any, generator: torch.Generator) -> Recognised | None:
+    """What stands for a module of stacked experts; None for any other, or one that computes something else."""
+    up, down = getattr(part, "gate_up_proj", None), getattr(part, "down_proj", None)
+    if is_experts(part) or not isinstance(up, nn.Parameter) or not isinstance(down, nn.Parameter):
+        return None
+    own = [*part.parameters(), *part.buffers()]
+    if up.ndim != 3 or down.ndim != 3 or len(own) != 2 or not callable(getattr(part, "act_fn", None)):
+        return None
+    is_transposed = up.shape[2] == 2 * down.shape[1]
+    width = up.shape[1 if is_transposed else 2]
+    shape = (down.shape[0], down.shape[1], width) if is_transposed else (down.shape[0], width, up.shape[1] // 2)
+    if tuple(down.shape) != shape or up.shape[0] < down.shape[0]:
+        return None
+    call: Call = "chosen" if len(inspect.signature(part.forward).parameters) > 1 else "all"
+    count, total = down.shape[0], up.shape[0]
+    kind = ExpertKind(weighs_inputs=call == "all", passes_rest=call == "chosen" and total > count)
+    found = StackedExperts(part, count, is_transposed=is_transposed, kind=kind)
+    x = torch.randn(NUM_ROWS, width, dtype=torch.float32, generator=generator).to(up)
+    outs = [_computed(found, number, x) for number in range(count)] + [x] * (total - count)
+    try:
+        if call == "all":
+            alike = total == count and agree(torch.cat(outs), part(x.repeat(total, 1)))
+        else:
+            experts = torch.arange(total, device=x.device).repeat(NUM_ROWS, 1)
+            weights = torch.rand(NUM_ROWS, total, dtype=torch.float32, generator=generator).to(x.device)
+            terms = (out.float() * weights[:, number : number + 1] for number, out in enumerate(outs))
+            alike = agree(torch.stack([*terms]).sum(0).to(x.dtype), part(x, experts, weights))
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError):
+        return None
+    return Recognised(found, call) if alike else None
+
+
+def _computed(experts: StackedExperts, number: int, x: torch.Tensor) -> torch.Tensor:
+    """What an expert computes of rows x [T, K]."""
+    up, down = experts.gate_up_proj[number], experts.down_proj[number]
+    if experts.is_transposed:
+        up, down = up.T, down.T
+    return functional.linear(experts._apply_gate(functional.linear(x, up)), down)
+
+
+class Echo(nn.Module):
+    """Stands for experts while their mixture is called: remembers what they are given, and gives random rows."""
+
+    def __init__(self, call: Call, num_experts: int, x: torch.Tensor, generator: torch.Generator) -> None:
+        """`x`: the mixture's rows [T, K]."""
+        super().__init__()
+        self.given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        """The rows [T, K], and the chosen experts and their weights, each [T, most]."""
+        self.gave: list[torch.Tensor] = []
+        """The sums of all experts' rows [T, K]."""
+        self._call, self._num_experts, self._x, self._generator = call, num_experts, x, generator
+
+    def forward(self, rows: torch.Tensor, *choice: torch.Tensor) -> torch.Tensor:
+        out = torch.randn(rows.shape, dtype=torch.float32, generator=self._generator).to(rows)
+        if self._call == "chosen":
+            chosen, weights = choice
+            self.given.append((rows, chosen, weights))
+            self.gave.append(out)
+            return out
+        rows = rows.view(self._num_experts, *self._x.shape)
+        of_experts = ((rows.float() * self._x.float()).sum(-1) / self._x.float().square().sum(-1)).T
+        most = int((of_experts != 0).sum(1).max())
+        weights, chosen = of_experts.topk(most, dim=1)
+        if agree(self._x * of_experts.T[..., None].to(self._x), rows):
+            self.given.append((self._x, chosen, weights.to(self._x)))
+            self.gave.append(out.view(rows.shape).sum(0))
+        return out

@@ -1,0 +1,78 @@
+"""Experts outside of transformers' ExpertsInterface are recognised by what they give, and computed in one way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
+
+from baton.runner.backends.kernel_choice import CompiledOperations
+from baton.runner.backends.routing import ExpertKind
+from baton.runner.backends.torch_operations import TorchOperations
+from baton.runner.model.mixtures.experts import PackedExperts
+from baton.runner.model.mixtures.stacked import stacked_experts_of
+from tests.support.kernel_inputs import randn
+from tests.support.listed_types import LISTED_TYPES
+from tests.support.load_with import load_with
+from tests.support.varied_models import write_varied_model
+
+KINDS = {
+    "llama4_text": (Llama4TextExperts, ExpertKind(weighs_inputs=True)),
+    "longcat_flash": (LongcatFlashExperts, ExpertKind(passes_rest=True)),
+}
+
+
+def experts_of(name: str) -> Any:
+    experts = KINDS[name][0](AutoConfig.for_model(**{"pad_token_id": None, **LISTED_TYPES[name]}))
+    for seed, parameter in enumerate(experts.parameters()):
+        parameter.data = 0.2 * randn(*parameter.shape, seed=seed)
+    return experts
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", KINDS)
+def test_experts_are_recognised_by_what_they_give(name: str) -> None:
+    experts, kind = experts_of(name), KINDS[name][1]
+    found = stacked_experts_of(experts, torch.Generator().manual_seed(0))
+    assert found is not None
+    assert found.experts.baton_kind == kind
+    experts.register_forward_hook(lambda _part, _given, out: 2 * out)
+    assert stacked_experts_of(experts, torch.Generator().manual_seed(0)) is None
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", KINDS)
+def test_experts_that_are_multiplied_one_by_one_give_the_same(name: str) -> None:
+    """As adapters and ranks do, and operations of torch."""
+    experts = experts_of(name)
+    total, x = len(experts.gate_up_proj), randn(9, 64, seed=8)
+    chosen = torch.stack([torch.arange(9) % total, (torch.arange(9) + 2) % total], dim=1)
+    weights = randn(9, 2, seed=9).sigmoid()
+    outs = []
+    for operations in (CompiledOperations(1, ""), TorchOperations(1)):
+        module: Any = stacked_experts_of(experts_of(name), torch.Generator().manual_seed(0))
+        packed = PackedExperts(operations, module.experts, 1, lambda _: None)
+        outs.append(packed.compute(module.experts, x, chosen, weights))
+        packed.mixture = None
+        outs.append(packed.compute(module.experts, x, chosen, weights))
+    assert torch.equal(outs[0], outs[1])
+    assert torch.allclose(outs[0], outs[2], atol=1e-5)
+    dense = torch.zeros(9, total).scatter_(1, chosen, weights)
+    if name == "llama4_text":
+        expected = experts((x * dense.T[..., None]).reshape(-1, 64)).view(total, 9, 64).sum(0)
+    else:
+        expected = experts(x, chosen, weights)
+    assert torch.allclose(outs[0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_may_have_several_experts_that_take_them_weighted(tmp_path: Path, dtype: str) -> None:
+    write_varied_model(tmp_path, {**LISTED_TYPES["llama4_text"], "num_experts_per_tok": 2}, seed=5)
+    runner = load_with(tmp_path, dtype=dtype, num_blocks=64)
+    assert (runner.model.why_unverified, runner.model.bit_exact_reason) == ("", "")
+    assert runner._transformer.why_no_programs == ""

@@ -47,12 +47,10 @@ MODELS = {
         "num_attention_heads": 5,
         "num_key_value_heads": 1,
     },
-    "deepseek_v3_wide": {**LISTED_TYPES["deepseek_v3"], "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 32},
     "kimi_linear_without_attention": {
         **LISTED_TYPES["kimi_linear"],
         "first_k_dense_replace": 4,
         "layer_types": ["linear_attention"] * 4,
-        "linear_head_dim": 32,
     },
     "afmoe_without_experts": {**LISTED_TYPES["afmoe"], "num_dense_layers": 4},
     "llama_odd_widths": {**LISTED_TYPES["llama"], "intermediate_size": 120, "head_dim": 24},
@@ -61,7 +59,7 @@ RECORDED = [
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "qwen3_windows", "qwen2_wide"),
     *("gemma", "gemma2", "gemma3_text", "vaultgemma", "exaone4", "smollm3", "hunyuan_v1_dense"),
     *("lfm2", "qwen3_5_text", "olmo_hybrid", "bamba", "kimi_linear_without_attention", "afmoe_without_experts"),
-    *("qwen2_moe", "glm4_moe", "gpt_oss", "deepseek_v3_wide"),
+    *("qwen2_moe", "glm4_moe", "gpt_oss", "deepseek_v3"),
 ]
 CASES = [
     (name, dtype, (1, 2, 5)[(place + turn) % 3])

@@ -195,7 +195,6 @@ WITHOUT_PROGRAM = {
     *WITHOUT_OWN_LOOP,
     "apertus",  # its activation
     "nemotron_h",  # mixtures of narrow rows
-    *("deepseek_v32", "glm_moe_dsa"),  # selected keys
 }
 """Types, or rows, whose layers are computed in more than one call of a step."""
 

@@ -297,6 +297,7 @@ class OperationKind(IntEnum):
     ADD = 15
     COPY = 16
     HEADS = 17
+    SELECT = 18
 
 
 OPERATION_NAMES = {
@@ -318,6 +319,7 @@ OPERATION_NAMES = {
     OperationKind.ADD: "add",
     OperationKind.COPY: "copy_columns",
     OperationKind.HEADS: "linear_of_heads",
+    OperationKind.SELECT: "select_keys",
 }
 """The method of `Program` by which an operation is recorded."""
 
@@ -337,6 +339,7 @@ class Call(ctypes.Union):
         ("rotate", RotateCall),
         ("store", StoreCall),
         ("attention", KernelAttentionCall),
+        ("selection", KernelSelectionCall),
         ("take", TakeRowsCall),
         ("quantize", QuantizeCall),
         ("barrier", BarrierCall),
@@ -375,7 +378,7 @@ class Step(ctypes.Structure):
         *_fields(_POINTER, "buffers sampled query_start sample_start seq_lens kept_lens groups"),
         *_fields(_INT64, "rows num_sampled num_seqs"),
         *_fields(_POINTER, "adapter_slots sampled_slots adapter_weights t"),
-        *_fields(_INT64, "num_slots t_stride"),
+        *_fields(_INT64, "num_slots t_stride selection_words"),
     ]
 
 

@@ -314,7 +314,7 @@ struct attention_call {
 struct selection_call {
     struct attention_call keys; /* of whose fields those of values and of outputs mean nothing */
     const float *weights;       /* [rows, heads] */
-    uint64_t *selected;         /* [rows, words], zeros at first; the bits as those of attention_call.selected */
+    uint64_t *selected;         /* [rows, words], written for the rows of sequences; the bits as those of attention_call.selected */
     int64_t weights_stride, words, most; /* most: how many keys a row may have */
 };
 
@@ -579,6 +579,10 @@ int check_states(const struct states *states);
 /* Plans the tasks of a checked call. The caller frees the plan, also after an error. */
 int plan_attention(struct attention_job *job, const struct attention_call *call, int n_threads);
 void free_attention_plan(struct attention_job *job);
+/* The same of a selection, for which one work is enough. */
+int check_selection(const struct selection_call *call);
+int plan_selection(struct selection_job *job, const struct selection_call *call);
+struct work selection_work(const struct selection_job *job, const struct isa *isa, enum dtype dtype);
 /* Finds the requests of a checked call that share tiles; *found is NULL if there are none. */
 int find_sharing(struct sharing **found, const struct attention_call *call, int n_threads);
 void free_sharing(struct sharing *sharing);

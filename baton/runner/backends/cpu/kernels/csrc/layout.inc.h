@@ -179,6 +179,7 @@ static const struct layout_entry layout[] = {
     FIELD(step, buffers), FIELD(step, sampled), FIELD(step, query_start), FIELD(step, sample_start), FIELD(step, seq_lens),
     FIELD(step, kept_lens), FIELD(step, groups), FIELD(step, rows), FIELD(step, num_sampled), FIELD(step, num_seqs), FIELD(step, adapter_slots),
     FIELD(step, sampled_slots), FIELD(step, adapter_weights), FIELD(step, t), FIELD(step, num_slots), FIELD(step, t_stride),
+    FIELD(step, selection_words),
 
     VALUE("operation_kind", "LINEAR", OP_LINEAR), VALUE("operation_kind", "NORM", OP_NORM),
     VALUE("operation_kind", "ROTATE", OP_ROTATE), VALUE("operation_kind", "STORE_KV", OP_STORE_KV),
@@ -196,7 +197,7 @@ static const struct layout_entry layout[] = {
     VALUE("routing_scores", "SOFTMAX_OF_CHOSEN", SCORES_SOFTMAX_OF_CHOSEN),
     VALUE("routing_scores", "SOFTMAX_OF_NEAR", SCORES_SOFTMAX_OF_NEAR),
     VALUE("operation_kind", "ACTIVATE", OP_ACTIVATE), VALUE("operation_kind", "ADD", OP_ADD),
-    VALUE("operation_kind", "COPY", OP_COPY), VALUE("operation_kind", "HEADS", OP_HEADS),
+    VALUE("operation_kind", "COPY", OP_COPY), VALUE("operation_kind", "HEADS", OP_HEADS), VALUE("operation_kind", "SELECT", OP_SELECT),
 
     VALUE("multiplier", "PLAIN", MULTIPLIER_PLAIN), VALUE("multiplier", "SIGMOID", MULTIPLIER_SIGMOID),
     VALUE("multiplier", "SOFTPLUS", MULTIPLIER_SOFTPLUS),

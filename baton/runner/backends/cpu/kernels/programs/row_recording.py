@@ -147,11 +147,11 @@ class RowRecording(Recording):
         return out
 
     def scale(self, x: Rows, factor: float, *, divides: bool = False, into: str | Rows) -> Rows:
-        """Record x * factor, or with `divides` x / factor, rounded once; `into` may be x."""
-        out = self._out(into, x.width, x.sampled)
+        """Record x * factor, or with `divides` x / factor, rounded once; `into` may be x. x may be float32."""
+        out = self._out(into, x.width, x.sampled, x.dtype)
         activation = DIVIDE if divides else SCALE
         call = ActivateCall(columns=x.width, x_stride=x.stride, activation=activation, factor=factor)
-        self._record(OperationKind.ACTIVATE, x, Call(activate=call), out=out)
+        self._record(OperationKind.ACTIVATE, x, Call(activate=call), out=out, dtype=x.dtype)
         return out
 
     def add(self, one: Rows, other: Rows, factor: float, *, into: str | Rows) -> Rows:

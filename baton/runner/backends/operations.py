@@ -14,7 +14,7 @@ import torch
 from baton.runner.backends.attention_call import AttentionCall
 from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.programs.program import Program
-from baton.runner.backends.cpu.kernels.rows import NO_LIMITS, GateActivation, GateFunction, Limits
+from baton.runner.backends.cpu.kernels.rows import NO_LIMITS, GateActivation, GateFunction, Limits, RowActivation
 from baton.runner.backends.key_selection import SelectionCall
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.paged_cache import CacheView
@@ -228,7 +228,7 @@ class Operations(Protocol):
         """
         ...
 
-    def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    def activate(self, x: torch.Tensor, activation: RowActivation) -> torch.Tensor:
         """activation(x) of x [T, N], in float32 and rounded once: [T, N]."""
         ...
 

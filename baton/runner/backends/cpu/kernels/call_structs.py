@@ -176,8 +176,7 @@ class ActivateCall(ctypes.Structure):
         *_fields(_POINTER, "x out"),
         *_fields(_SIZE, "rows columns x_stride rows_per_task"),
         ("activation", _INT),
-        ("bound", _FLOAT),
-        ("factor", _FLOAT),
+        *_fields(_FLOAT, "bound factor positive negative linear near"),
     ]
 
 

@@ -37,6 +37,7 @@ enum activation {
     ACTIVATION_CLAMP = 6, /* this one and those below: of activate_call alone */
     ACTIVATION_SCALE = 7,
     ACTIVATION_DIVIDE = 8,
+    ACTIVATION_XIELU = 9,
 };
 /* library.py has the error message for each status. */
 enum status {
@@ -240,6 +241,7 @@ struct activate_call {
     int activation; /* enum activation */
     float bound;    /* with ACTIVATION_CLAMP: numbers above it become it, and those below its opposite that */
     float factor;   /* what numbers are multiplied with, or with ACTIVATION_DIVIDE divided by */
+    float positive, negative, linear, near; /* of ACTIVATION_XIELU (v_xielu) */
 };
 
 /* one + other * factor; the product is rounded, and then the sum. */

@@ -63,6 +63,7 @@ static const struct layout_entry layout[] = {
     WHOLE(struct activate_call, "activate_call"),
     FIELD(activate_call, x), FIELD(activate_call, out), FIELD(activate_call, rows), FIELD(activate_call, columns),
     FIELD(activate_call, x_stride), FIELD(activate_call, rows_per_task), FIELD(activate_call, activation), FIELD(activate_call, bound), FIELD(activate_call, factor),
+    FIELD(activate_call, positive), FIELD(activate_call, negative), FIELD(activate_call, linear), FIELD(activate_call, near),
 
     WHOLE(struct add_call, "add_call"),
     FIELD(add_call, one), FIELD(add_call, other), FIELD(add_call, out), FIELD(add_call, rows), FIELD(add_call, columns),

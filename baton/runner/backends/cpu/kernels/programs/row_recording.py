@@ -17,13 +17,14 @@ from baton.runner.backends.cpu.kernels.call_structs import (
 )
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.library import DTYPES
-from baton.runner.backends.cpu.kernels.product import CLAMP, DIVIDE, SCALE, Activation
+from baton.runner.backends.cpu.kernels.product import CLAMP, DIVIDE, SCALE
 from baton.runner.backends.cpu.kernels.programs.recording import Recording
 from baton.runner.backends.cpu.kernels.rows import (
     NO_LIMITS,
     GateActivation,
     GateFunction,
     Limits,
+    RowActivation,
     activate_structure,
     gate_structure,
     multiply_structure,
@@ -132,7 +133,7 @@ class RowRecording(Recording):
         self._record(OperationKind.MULTIPLY, x, Call(multiply=call), out=out, operands=(by,))
         return out
 
-    def activate(self, x: Rows, activation: Activation, *, into: str | Rows) -> Rows:
+    def activate(self, x: Rows, activation: RowActivation, *, into: str | Rows) -> Rows:
         """Record activation(x), rounded once."""
         out = self._out(into, x.width, x.sampled)
         call = activate_structure(x.width, x.stride, activation)

@@ -10,6 +10,7 @@ import torch
 
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError
+from baton.runner.backends.cpu.kernels.product import Ungated
 from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.quantized_weight import Float8Weight
 from baton.runner.backends.routing import ClampedGate, ExpertBiases, Routing, SharedRows, choose
@@ -95,17 +96,21 @@ def narrowed(weight: torch.Tensor, kind: str) -> Any:
 
 
 @needs_kernels
+@pytest.mark.parametrize("is_gated", [True, False])
 @pytest.mark.parametrize("kind", ["plain", "8", "4", "float8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_mixture_has_the_bits_of_its_experts(dtype: torch.dtype, kind: str) -> None:
+def test_a_mixture_has_the_bits_of_its_experts(dtype: torch.dtype, kind: str, is_gated: bool) -> None:
     operations, experts, k, inner = CompiledOperations(3, ""), 6, 64, 96
 
     def weight(seed: int, n: int, width: int) -> Any:
         return narrowed(randn(n, width, seed=seed, dtype=dtype), kind)
 
-    ups = [operations.pack_gated(weight(each, inner, k), weight(20 + each, inner, k)) for each in range(experts)]
+    if is_gated:
+        ups = [operations.pack_gated(weight(each, inner, k), weight(20 + each, inner, k)) for each in range(experts)]
+    else:
+        ups = [operations.pack(weight(each, inner, k)) for each in range(experts)]
     downs = [operations.pack(weight(40 + each, k, inner)) for each in range(experts)]
-    mixture: Any = operations.pack_mixture(ups, downs, "silu")
+    mixture: Any = operations.pack_mixture(ups, downs, "silu" if is_gated else Ungated("relu_squared"))
     for num_rows in (1, 7, 150):
         x = randn(num_rows, k, seed=9, dtype=dtype)
         # One expert has many rows, another has none, and one number is no expert's.
@@ -114,7 +119,11 @@ def test_a_mixture_has_the_bits_of_its_experts(dtype: torch.dtype, kind: str) ->
         outs = torch.zeros(num_rows * 3, k, dtype=dtype)
         for place, expert in enumerate(chosen.flatten().tolist()):
             if expert < experts:
-                middle = operations.gated_linear(x[place // 3][None], ups[expert], activation="silu")
+                row = x[place // 3][None]
+                if is_gated:
+                    middle = operations.gated_linear(row, ups[expert], activation="silu")
+                else:
+                    middle = operations.activate(operations.linear(row, ups[expert]), "relu_squared")
                 outs[place] = operations.linear(middle, downs[expert])
         places = torch.arange(num_rows * 3, dtype=torch.int32).where(chosen.flatten() < experts, -1).view(num_rows, 3)
         shared = SharedRows(randn(num_rows, k, seed=4, dtype=dtype), randn(num_rows, 1, seed=5, dtype=dtype))

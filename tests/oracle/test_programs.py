@@ -171,7 +171,7 @@ def test_one_call_gives_the_bits_of_many(models: Path, name: str, dtype: str, th
         *(("starcoder2", "float32"), ("phi", "bfloat16"), ("cohere", "bfloat16")),
         *(("granite", "bfloat16"), ("lfm3", "float32"), ("nemotron", "bfloat16")),
         *(("gpt2", "bfloat16"), ("opt", "float32"), ("gpt_neox", "bfloat16")),
-        *(("apertus", "float32"), ("apertus", "bfloat16")),
+        *product(("apertus", "nemotron_h"), ("float32", "bfloat16")),
     ],
 )
 def test_parts_that_few_models_have_are_recorded(models: Path, name: str, dtype: str) -> None:

@@ -193,7 +193,6 @@ WITHOUT_OWN_LOOP = {
 """Types, or rows, whose layers transformers' loop computes."""
 WITHOUT_PROGRAM = {
     *WITHOUT_OWN_LOOP,
-    "nemotron_h",  # mixtures of narrow rows
 }
 """Types, or rows, whose layers are computed in more than one call of a step."""
 

@@ -10,7 +10,7 @@ import torch
 from baton.runner.backends.attention_call import AttentionCall
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError, Packed, PackedHeads, PackedMixture, Program
-from baton.runner.backends.cpu.kernels.product import Activation
+from baton.runner.backends.cpu.kernels.product import Activation, Ungated
 from baton.runner.backends.cpu.kernels.rows import NO_LIMITS, GateActivation, GateFunction, Limits, RowActivation
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU
@@ -83,7 +83,7 @@ class CompiledOperations:
         self,
         ups: Sequence[Packed],
         downs: Sequence[Packed],
-        gate: Activation | ClampedGate,
+        gate: Activation | ClampedGate | Ungated,
         biases: ExpertBiases | None = None,
     ) -> PackedMixture | None:
         try:

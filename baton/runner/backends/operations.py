@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from baton.runner.backends.attention_call import AttentionCall
-from baton.runner.backends.cpu.kernels.product import Activation
+from baton.runner.backends.cpu.kernels.product import Activation, Ungated
 from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.cpu.kernels.rows import NO_LIMITS, GateActivation, GateFunction, Limits, RowActivation
 from baton.runner.backends.key_selection import SelectionCall
@@ -122,7 +122,7 @@ class Operations(Protocol):
         self,
         ups: Sequence[Any],
         downs: Sequence[Any],
-        gate: Activation | ClampedGate,
+        gate: Activation | ClampedGate | Ungated,
         biases: ExpertBiases | None = None,
     ) -> Any:
         """Prepare the packed weights of all experts for `mix_experts`; they are kept, and so are biases.

@@ -214,7 +214,7 @@ def _plain_mlp(child: Any, operations: Operations, generator: torch.Generator, r
     x = like_input(up, torch.randn(1, NUM_ROWS, up.in_features, dtype=torch.float32, generator=generator))
     if not agree(child(x), down(activation(up(x)))):
         return None
-    known = next((name for name in _ACTIVATIONS if _computes(activation, name)), None) or _xielu_of(activation)
+    known = known_activation(activation) or _xielu_of(activation)
     return PlainMlp(operations, up, down, known or activation, [*linear], row_quantum)
 
 
@@ -289,7 +289,11 @@ def _state_mixer(child: Any, operations: Operations, generator: torch.Generator)
 
 def _activation_of(child: Any) -> Activation | None:
     """The activation that a part has, if it is a known one; of a part that has none the most common."""
-    function = _activation_function(child) or functional.silu
+    return known_activation(_activation_function(child) or functional.silu)
+
+
+def known_activation(function: Callable[[torch.Tensor], torch.Tensor]) -> Activation | None:
+    """The activation that a function computes; None: none of them."""
     return next((name for name in _ACTIVATIONS if _computes(function, name)), None)
 
 

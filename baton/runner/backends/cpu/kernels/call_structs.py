@@ -160,23 +160,24 @@ class ClampCall(ctypes.Structure):
     ]
 
 
-class MixtureCall(ctypes.Structure):
-    _fields_ = [
-        *_fields(LinearCall, "up down"),
-        *_fields(_POINTER, "ups downs up_biases down_biases"),
-        ("clamp", ClampCall),
-        *_fields(_POINTER, "x chosen gathered inner quantized"),
-        *_fields(_SIZE, "experts x_stride"),
-        ("sum", SumCall),
-    ]
-
-
 class ActivateCall(ctypes.Structure):
     _fields_ = [
         *_fields(_POINTER, "x out"),
         *_fields(_SIZE, "rows columns x_stride rows_per_task"),
         ("activation", _INT),
         *_fields(_FLOAT, "bound factor positive negative linear near"),
+    ]
+
+
+class MixtureCall(ctypes.Structure):
+    _fields_ = [
+        *_fields(LinearCall, "up down"),
+        *_fields(_POINTER, "ups downs up_biases down_biases"),
+        ("clamp", ClampCall),
+        ("activate", ActivateCall),
+        *_fields(_POINTER, "x chosen gathered inner quantized"),
+        *_fields(_SIZE, "experts x_stride"),
+        ("sum", SumCall),
     ]
 
 

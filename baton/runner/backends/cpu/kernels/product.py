@@ -32,6 +32,13 @@ XIELU = 9
 
 
 @dataclass(frozen=True, slots=True)
+class Ungated:
+    """What experts without a gate compute of their first product."""
+
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
 class PackedColumns:
     """A weight [n, k] of floating-point numbers, rearranged in groups of 64 columns."""
 

@@ -220,19 +220,6 @@ struct clamp_call {
     float limit, alpha;
 };
 
-/* The experts of a mixture, gated MLPs that are all packed alike, and the rows that they compute (mixture.c). */
-struct mixture_call {
-    struct linear_call up, down;            /* of one expert, without what depends on the step */
-    const void *const *ups, *const *downs;  /* [experts]: the packed weights */
-    const void *up_biases, *down_biases;    /* [experts, n] or NULL */
-    struct clamp_call clamp;                /* columns 0: up is gated; otherwise it is not, and x is room as the others */
-    const void *x;                          /* [rows, up.k]; x_stride: elements from row to row */
-    const int32_t *chosen;                  /* [rows, sum.most]: an expert beyond the last one computes nothing */
-    void *gathered, *inner, *quantized;     /* room for each chosen expert's row: of x, of up's result and, for a quantized down, of that */
-    size_t experts, x_stride;
-    struct sum_call sum; /* outs: room as the others */
-};
-
 /* activation(x), rounded once. */
 struct activate_call {
     const void *x; /* [rows, columns]; x_stride: elements from row to row */
@@ -242,6 +229,20 @@ struct activate_call {
     float bound;    /* with ACTIVATION_CLAMP: numbers above it become it, and those below its opposite that */
     float factor;   /* what numbers are multiplied with, or with ACTIVATION_DIVIDE divided by */
     float positive, negative, linear, near; /* of ACTIVATION_XIELU (v_xielu) */
+};
+
+/* The experts of a mixture, MLPs that are all packed alike, and the rows that they compute (mixture.c). */
+struct mixture_call {
+    struct linear_call up, down;            /* of one expert, without what depends on the step */
+    const void *const *ups, *const *downs;  /* [experts]: the packed weights */
+    const void *up_biases, *down_biases;    /* [experts, n] or NULL */
+    struct clamp_call clamp;                /* what is computed of up's result, and x is room as the others; columns 0: nothing */
+    struct activate_call activate;          /* the same in place; with both columns 0 up is gated */
+    const void *x;                          /* [rows, up.k]; x_stride: elements from row to row */
+    const int32_t *chosen;                  /* [rows, sum.most]: an expert beyond the last one computes nothing */
+    void *gathered, *inner, *quantized;     /* room for each chosen expert's row: of x, of up's result and, for a quantized down, of that */
+    size_t experts, x_stride;
+    struct sum_call sum; /* outs: room as the others */
 };
 
 /* one + other * factor; the product is rounded, and then the sum. */

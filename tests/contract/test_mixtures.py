@@ -10,6 +10,7 @@ import torch
 
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError
+from baton.runner.backends.cpu.kernels.product import Ungated
 from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.quantized_weight import Float8Weight
 from baton.runner.backends.routing import (
@@ -111,19 +112,24 @@ def narrowed(weight: torch.Tensor, kind: str) -> Any:
 
 
 @needs_kernels
-@pytest.mark.parametrize("of_experts", EXPERT_KINDS)
+@pytest.mark.parametrize("of_experts", [*EXPERT_KINDS, "without gates"])
 @pytest.mark.parametrize("kind", ["plain", "8", "4", "float8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_mixture_has_the_bits_of_its_experts(dtype: torch.dtype, kind: str, of_experts: str) -> None:
+    is_gated = of_experts != "without gates"
     operations, experts, k, inner = CompiledOperations(3, ""), 6, 64, 96
 
     def weight(seed: int, n: int, width: int) -> Any:
         return narrowed(randn(n, width, seed=seed, dtype=dtype), kind)
 
-    ups = [operations.pack_gated(weight(each, inner, k), weight(20 + each, inner, k)) for each in range(experts)]
+    if is_gated:
+        ups = [operations.pack_gated(weight(each, inner, k), weight(20 + each, inner, k)) for each in range(experts)]
+    else:
+        ups = [operations.pack(weight(each, inner, k)) for each in range(experts)]
     downs = [operations.pack(weight(40 + each, k, inner)) for each in range(experts)]
-    does = EXPERT_KINDS[of_experts]
-    mixture: Any = operations.pack_mixture(ups, downs, "silu", None, does)
+    does = EXPERT_KINDS.get(of_experts, PLAIN_EXPERTS)
+    gate: Any = "silu" if is_gated else Ungated("relu_squared")
+    mixture: Any = operations.pack_mixture(ups, downs, gate, None, does)
     for num_rows in (1, 7, 150):
         x = randn(num_rows, k, seed=9, dtype=dtype)
         # One expert has many rows, another has none, and one number is no expert's.
@@ -134,7 +140,10 @@ def test_a_mixture_has_the_bits_of_its_experts(dtype: torch.dtype, kind: str, of
             row = x[place // 3][None]
             if expert < experts:
                 given = row * of_rows.flatten()[place].to(dtype) if does.weighs_inputs else row
-                middle = operations.gated_linear(given, ups[expert], activation="silu")
+                if is_gated:
+                    middle = operations.gated_linear(given, ups[expert], activation="silu")
+                else:
+                    middle = operations.activate(operations.linear(given, ups[expert]), "relu_squared")
                 outs[place] = operations.linear(middle, downs[expert])
             elif does.passes_rest:
                 outs[place] = row

@@ -12,6 +12,7 @@ import torch
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.cpu.kernels.product import Activation
+from baton.runner.backends.cpu.kernels.rows import Xielu
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.torch_operations import activate
 from tests.support.kernel_inputs import randn
@@ -117,7 +118,7 @@ def test_norms_around_the_mean_equal_those_in_float64(operations: Any, dtype: to
 
 def test_activations_equal_those_in_float64(operations: Any, dtype: torch.dtype) -> None:
     x = randn(13, 50, seed=0, dtype=dtype)[:, 3:40]
-    for activation in get_args(Activation):
+    for activation in (*get_args(Activation), Xielu(0.7, 0.9, 0.4, -1e-6)):
         out = operations.activate(x, activation)
         assert_near(out, activate(x.double(), activation))
         assert torch.equal(operations.activate(x[4:5], activation), out[4:5])

@@ -192,11 +192,6 @@ WITHOUT_OWN_LOOP = {
 """Types, or rows, whose layers transformers' loop computes."""
 WITHOUT_PROGRAM = {
     *WITHOUT_OWN_LOOP,
-    "apertus",  # its activation
-    "nemotron_h",  # mixtures of narrow rows
-    *("deepseek_v32", "glm_moe_dsa"),  # selected keys
-    # Rows that are narrower here than a packed weight.
-    *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "youtu"),
 }
 """Types, or rows, whose layers are computed in more than one call of a step."""
 

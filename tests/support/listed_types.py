@@ -38,9 +38,10 @@ _GROUPED: _Fields = {
     "n_shared_experts": 1,
 }
 _LATENT: _Fields = {
-    "q_lora_rank": 24,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
+    # Multiples of 32, as those of checkpoints, and unlike one another.
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
     "num_key_value_heads": 4,
@@ -170,9 +171,6 @@ _OTHERS: Mapping[str, _Fields] = {
     "minicpm3": {
         **_PLAIN,
         **_LATENT,
-        "q_lora_rank": 32,  # this and the next two are wide enough for programs
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 32,
         "dim_model_base": 24,
         "tie_word_embeddings": False,
     },
@@ -289,7 +287,7 @@ WITH_STATES: Mapping[str, _Fields] = {
         "mamba_d_state": 8,
         "mamba_dt_rank": 32,
     },
-    "kimi_linear": {**_KIMI, "linear_head_dim": 16, "linear_num_heads": 4},
+    "kimi_linear": {**_KIMI, "linear_head_dim": 32, "linear_num_heads": 2},
     "lfm2": {**_PLAIN, **_CONVOLVED},
     "lfm2_moe": {**_PLAIN, **_CONVOLVED, **_EXPERTS, "moe_intermediate_size": 64, "num_dense_layers": 1},
     "lfm3": {**_WINDOWS, "conv_bias": True, "layer_types": ["conv", "sliding_attention", "conv", "full_attention"]},
@@ -312,9 +310,9 @@ WITH_STATES: Mapping[str, _Fields] = {
         "chunk_size": 16,
         "n_routed_experts": 8,
         "n_group": 2,
-        "moe_intermediate_size": 32,
-        "moe_shared_expert_intermediate_size": 48,
-        "moe_latent_size": 48,
+        "moe_intermediate_size": 96,
+        "moe_shared_expert_intermediate_size": 160,
+        "moe_latent_size": 32,
         "routed_scaling_factor": 1.5,
     },
     "olmo_hybrid": {**_PLAIN, **_DELTA_RULE},

@@ -17,7 +17,14 @@ import torch
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cpu.kernels.attention import require_distance_bias
 from baton.runner.backends.cpu.kernels.product import Activation
-from baton.runner.backends.cpu.kernels.rows import NO_LIMITS, GateActivation, GateFunction, Limits
+from baton.runner.backends.cpu.kernels.rows import (
+    NO_LIMITS,
+    GateActivation,
+    GateFunction,
+    Limits,
+    RowActivation,
+    Xielu,
+)
 from baton.runner.backends.cpu.kernels.states import require_convolution, require_recurrence
 from baton.runner.backends.key_selection import SelectionCall, positions_in, select_by_torch
 from baton.runner.backends.low_rank import LowRank, RowAdapters
@@ -211,6 +218,12 @@ def _activate(x: Array, activation: Activation) -> Array:
     return np.asarray(np.float32(0.5) * x * (np.float32(1) + np.tanh(inner)), dtype=np.float32)
 
 
+def _xielu(x: Array, numbers: Xielu) -> Array:
+    bent = np.float32(numbers.negative) * (np.expm1(np.minimum(x, np.float32(numbers.near))) - x)
+    active = np.where(x > 0, np.float32(numbers.positive) * x * x, bent) + np.float32(numbers.linear) * x
+    return np.asarray(active, dtype=np.float32)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
     rows = _array(x)
     normal = rows / np.sqrt((rows * rows).mean(axis=-1, keepdims=True) + np.float32(eps))
@@ -331,10 +344,11 @@ def multiply(x: torch.Tensor, by: torch.Tensor, activation: GateFunction | None)
     return out
 
 
-def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+def activate(x: torch.Tensor, activation: RowActivation) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype)
     for row, own in enumerate(_array(x)):
-        out[row] = torch.from_numpy(_activate(own, activation)).to(x.dtype)
+        active = _xielu(own, activation) if isinstance(activation, Xielu) else _activate(own, activation)
+        out[row] = torch.from_numpy(active).to(x.dtype)
     return out
 
 

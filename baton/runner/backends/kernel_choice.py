@@ -10,8 +10,8 @@ import torch
 from baton.runner.backends.attention_call import AttentionCall
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError, Packed, PackedHeads, PackedMixture, Program
-from baton.runner.backends.cpu.kernels.product import Activation
-from baton.runner.backends.cpu.kernels.rows import NO_LIMITS, GateActivation, GateFunction, Limits
+from baton.runner.backends.cpu.kernels.product import Activation, Ungated
+from baton.runner.backends.cpu.kernels.rows import NO_LIMITS, GateActivation, GateFunction, Limits, RowActivation
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU
 from baton.runner.backends.key_selection import SelectionCall
@@ -90,7 +90,7 @@ class CompiledOperations:
         self,
         ups: Sequence[Packed],
         downs: Sequence[Packed],
-        gate: Activation | ClampedGate,
+        gate: Activation | ClampedGate | Ungated,
         biases: ExpertBiases | None = None,
         kind: ExpertKind = PLAIN_EXPERTS,
     ) -> PackedMixture | None:
@@ -163,7 +163,7 @@ class CompiledOperations:
     def multiply(self, x: torch.Tensor, by: torch.Tensor, activation: GateFunction | None) -> torch.Tensor:
         return kernels.multiply(x, by, activation, threads=self.num_threads)
 
-    def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    def activate(self, x: torch.Tensor, activation: RowActivation) -> torch.Tensor:
         return kernels.activate(x, activation, threads=self.num_threads)
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, in_pairs: bool = False) -> None:

@@ -42,8 +42,13 @@ class SelectionCall:
     @property
     def num_words(self) -> int:
         """The words of a row's selection."""
-        longest = int(self.seq_lens.max()) if self.seq_lens.numel() else 0
-        return max(1, -(-longest // WORD_BITS))
+        return num_words_of(self.seq_lens)
+
+
+def num_words_of(seq_lens: torch.Tensor) -> int:
+    """The words of a row's selection in a step with sequences of these lengths, int32 [B]."""
+    longest = int(seq_lens.max()) if seq_lens.numel() else 0
+    return max(1, -(-longest // WORD_BITS))
 
 
 def positions_in(words: torch.Tensor) -> torch.Tensor:

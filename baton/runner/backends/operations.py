@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 
 from baton.runner.backends.attention_call import AttentionCall
-from baton.runner.backends.cpu.kernels.product import Activation
+from baton.runner.backends.cpu.kernels.product import Activation, Ungated
 from baton.runner.backends.cpu.kernels.programs.program import Program
-from baton.runner.backends.cpu.kernels.rows import NO_LIMITS, GateActivation, GateFunction, Limits
+from baton.runner.backends.cpu.kernels.rows import NO_LIMITS, GateActivation, GateFunction, Limits, RowActivation
 from baton.runner.backends.key_selection import SelectionCall
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.paged_cache import CacheView
@@ -129,7 +129,7 @@ class Operations(Protocol):
         self,
         ups: Sequence[Any],
         downs: Sequence[Any],
-        gate: Activation | ClampedGate,
+        gate: Activation | ClampedGate | Ungated,
         biases: ExpertBiases | None = None,
         kind: ExpertKind = PLAIN_EXPERTS,
     ) -> Any:
@@ -236,7 +236,7 @@ class Operations(Protocol):
         """
         ...
 
-    def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    def activate(self, x: torch.Tensor, activation: RowActivation) -> torch.Tensor:
         """activation(x) of x [T, N], in float32 and rounded once: [T, N]."""
         ...
 

@@ -21,7 +21,7 @@ from baton.runner.backends import torch_states
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cpu.kernels.attention import require_distance_bias
 from baton.runner.backends.cpu.kernels.product import Activation
-from baton.runner.backends.cpu.kernels.rows import NO_LIMITS, GateActivation, GateFunction, Limits
+from baton.runner.backends.cpu.kernels.rows import NO_LIMITS, GateActivation, GateFunction, Limits, RowActivation, Xielu
 from baton.runner.backends.device import CPU
 from baton.runner.backends.key_selection import SelectionCall, positions_in, select_by_torch
 from baton.runner.backends.low_rank import LowRank, RowAdapters
@@ -51,8 +51,10 @@ _QUERY_ROWS = 256
 """How many rows of a text attend to all of its keys at a time: the scores of 8,192 rows with 12 heads take 3 GB."""
 
 
-def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Apply an activation by its name, in x's dtype."""
+def activate(x: torch.Tensor, activation: RowActivation) -> torch.Tensor:
+    """Apply an activation, in x's dtype."""
+    if isinstance(activation, Xielu):
+        return activation.of(x)
     if activation == "silu":
         return functional.silu(x)
     if activation in ("relu", "relu_squared"):
@@ -294,7 +296,7 @@ class TorchOperations:
         padded = [functional.pad(rows, (0, -x.shape[1] % _LOOP_COLUMNS)) for rows in (x, by)]
         return self._in_calls(torch.cat(padded, dim=-1), multiplied)[:, : x.shape[1]].contiguous()
 
-    def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    def activate(self, x: torch.Tensor, activation: RowActivation) -> torch.Tensor:
         padded = functional.pad(x, (0, -x.shape[1] % _LOOP_COLUMNS))
         out = self._in_calls(padded, lambda rows: activate(rows.float(), activation).to(x.dtype))
         return out[:, : x.shape[1]].contiguous()

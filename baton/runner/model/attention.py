@@ -252,12 +252,37 @@ class PagedAttention:
         self, program: Program, layer: int, query: Rows, key: Rows, value: Rows, how: AttentionParameters, *, into: str
     ) -> Rows:
         """Append to a program what `attend` does; the query has all rows or only those that sample."""
-        program.store_kv(key, value, self._caches[layer], self._groups[layer])
+        self.record_storing(program, layer, key, value)
         return self.record_reading(program, layer, query, how, into=into)
 
-    def record_reading(self, program: Program, layer: int, query: Rows, how: AttentionParameters, *, into: str) -> Rows:
-        """Append to a program what `attend` does with keys and values that are in the cache."""
-        return program.paged_attention(query, self._caches[layer], self._groups[layer], how, into=into)
+    def record_storing(self, program: Program, layer: int, key: Rows, value: Rows) -> None:
+        """Append to a program the storing of keys and values in the cache."""
+        program.store_kv(key, value, self._caches[layer], self._groups[layer])
+
+    def record_reading(
+        self,
+        program: Program,
+        layer: int,
+        query: Rows,
+        how: AttentionParameters,
+        *,
+        into: str,
+        key_dim: int | None = None,
+        selected: Rows | None = None,
+    ) -> Rows:
+        """Append to a program what `attend` does with keys and values that are in the cache.
+
+        `key_dim`: how many numbers of a key give its scores; None: all. `selected`: what `record_selecting` gave.
+        """
+        cache, group = self._caches[layer], self._groups[layer]
+        return program.paged_attention(query, cache, group, how, into=into, key_dim=key_dim, selected=selected)
+
+    def record_selecting(
+        self, program: Program, layer: int, query: Rows, weights: Rows, *, first: int, scale: float, most: int
+    ) -> Rows:
+        """Append to a program what `select` does with keys in the cache; the numbers are those of KeyScores."""
+        cache, group = self._caches[layer], self._groups[layer]
+        return program.select_keys(query, weights, cache, group, first=first, scale=scale, most=most)
 
 
 def dense_rows(x: torch.Tensor) -> torch.Tensor:

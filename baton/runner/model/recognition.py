@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from baton.runner.backends.cpu.kernels.product import Activation
+from baton.runner.backends.cpu.kernels.rows import Xielu
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import activate, rms_norm
 from baton.runner.model.attention_recognition import AttentionRecogniser, NotRecognised, norm_without_weight
@@ -212,7 +214,7 @@ def _plain_mlp(child: Any, operations: Operations, generator: torch.Generator, r
     x = like_input(up, torch.randn(1, NUM_ROWS, up.in_features, dtype=torch.float32, generator=generator))
     if not agree(child(x), down(activation(up(x)))):
         return None
-    known = next((name for name in _ACTIVATIONS if _computes(activation, name)), None)
+    known = known_activation(activation) or _xielu_of(activation)
     return PlainMlp(operations, up, down, known or activation, [*linear], row_quantum)
 
 
@@ -287,7 +289,11 @@ def _state_mixer(child: Any, operations: Operations, generator: torch.Generator)
 
 def _activation_of(child: Any) -> Activation | None:
     """The activation that a part has, if it is a known one; of a part that has none the most common."""
-    function = _activation_function(child) or functional.silu
+    return known_activation(_activation_function(child) or functional.silu)
+
+
+def known_activation(function: Callable[[torch.Tensor], torch.Tensor]) -> Activation | None:
+    """The activation that a function computes; None: none of them."""
     return next((name for name in _ACTIVATIONS if _computes(function, name)), None)
 
 
@@ -295,6 +301,21 @@ def _computes(function: Callable[[torch.Tensor], torch.Tensor], activation: Acti
     # The dtype is named, since another thread that loads a model changes the default.
     x = torch.linspace(-9, 9, 256, dtype=torch.float32)
     return torch.allclose(function(x), activate(x, activation), atol=1e-6)
+
+
+def _xielu_of(function: Callable[[torch.Tensor], torch.Tensor]) -> Xielu | None:
+    """The xIELU that computes the same as a function, with numbers that follow from its values; None: none does."""
+    if not isinstance(function, nn.Module):
+        return None
+    compute = copy.deepcopy(function).double()
+    one, two, low, zero = compute(torch.tensor([1.0, 2.0, -8.0, 0.0], dtype=torch.float64)).tolist()
+    linear = 2 * one - two / 2
+    negative = (low + 8 * linear) / (math.expm1(-8) + 8)
+    if not -abs(negative) < zero * math.copysign(1, negative) <= 0:
+        return None  # e^near is not between 0 and 1
+    found = Xielu(two / 2 - one, negative, linear, math.log1p(zero / negative))
+    x = torch.linspace(-9, 9, 256, dtype=torch.float64)
+    return found if torch.allclose(compute(x), found.of(x), atol=1e-6) else None
 
 
 def _activation_function(child: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError, KernelsUnavailable, Packed
 from baton.runner.backends.cpu.kernels.product import Activation
+from baton.runner.backends.cpu.kernels.rows import Xielu
 from tests.support.kernel_inputs import DTYPES, activated, randn, relative_error
 from tests.support.pairs import all_pairs
 
@@ -140,6 +141,17 @@ def test_activations_of_numbers_of_any_size(activation: Activation) -> None:
     torch.testing.assert_close(
         kernels.activate(x, activation, threads=1).double(), activated(x.double(), activation), rtol=1e-6, atol=1e-6
     )
+
+
+@pytest.mark.parametrize(("near", "atol"), [(-1e-6, 1e-13), (-0.5, 1e-7)])
+def test_xielu_of_numbers_of_any_size(near: float, atol: float) -> None:
+    """Near 0, too, where e^x - 1 - x is a difference of nearly equal numbers."""
+    xielu = Xielu(0.7, 2.5, 0.0, near)
+    x = torch.cat((torch.linspace(-100, 100, 4001), -torch.logspace(-5, 0, 99), torch.zeros(1)))[:, None]
+    out, expected = kernels.activate(x, xielu, threads=2), xielu.of(x.double())
+    torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=atol)
+    assert torch.equal(out, kernels.activate(x.view(1, -1), xielu, threads=1).T)
+    assert kernels.activate(torch.tensor([[float("nan")]]), xielu, threads=1).isnan().all()
 
 
 # Norms and rotations

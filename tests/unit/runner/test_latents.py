@@ -54,7 +54,7 @@ def test_heads_have_the_same_bits_however_many_are_computed_together(
 
 
 @pytest.mark.parametrize("narrow", ["int8", "fp8"])
-@pytest.mark.parametrize(("name", "most"), [("deepseek_v3", 0.1), ("deepseek_v32", 0.5)])
+@pytest.mark.parametrize(("name", "most"), [("deepseek_v3", 0.1), ("deepseek_v32", 0.7)])
 def test_latents_in_8_bits_are_near_those_that_are_not(tmp_path: Path, name: str, most: float, narrow: str) -> None:
     """Where keys are selected, rounding decides between some; other numbers would differ by 1.4."""
     write_varied_model(tmp_path, LISTED_TYPES[name], seed=1)

@@ -61,8 +61,7 @@ def plain_sample(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Sa
     def sample(architecture: str) -> Sample:
         directory = tmp_path_factory.mktemp("plain") / "tiny"
         # Wide enough rows that groups of 32 divide all of them.
-        widths = {"moe_intermediate_size": 64, "kv_lora_rank": 32, "q_lora_rank": 32, "v_head_dim": 16}
-        known = {key: width for key, width in widths.items() if key in TINY_MODELS[architecture]}
+        known = {"moe_intermediate_size": 64} if "moe_intermediate_size" in TINY_MODELS[architecture] else {}
         write_random_model(directory, {**TINY_MODELS[architecture], **known, "initializer_range": 0.05}, seed=0)
         return Sample(directory, directory, logits(load(directory)))
 
@@ -76,9 +75,7 @@ def quantized_sample(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str,
     @cache
     def sample(architecture: str, name: str) -> Sample:
         directory = tmp_path_factory.mktemp("quantised") / "tiny"
-        # Rows that groups of 32 divide.
-        widths = {"q_lora_rank": 32} if architecture == "deepseek_v3" else {}
-        twin = write_quantized_model(directory, architecture, FORMATS[name], **widths)
+        twin = write_quantized_model(directory, architecture, FORMATS[name])
         return Sample(directory, twin, logits(load(twin)))
 
     return sample

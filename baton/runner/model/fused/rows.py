@@ -17,6 +17,7 @@ from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.programs.program import Program
+from baton.runner.backends.cpu.kernels.rows import RowActivation, Xielu
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import Weight
 from baton.runner.model.stored.layers import weight_of
@@ -191,11 +192,11 @@ class PlainMlp(nn.Module, HasProducts):
         operations: Operations,
         up: nn.Linear,
         down: nn.Linear,
-        activation: Activation | Callable[[torch.Tensor], torch.Tensor],
+        activation: RowActivation | Callable[[torch.Tensor], torch.Tensor],
         names: Sequence[str],
         row_quantum: int,
     ) -> None:
-        """`activation`: its name, or a function that torch computes. `names`: of the linear layers of the replaced
+        """`activation`: a known one, or a function that torch computes. `names`: of the linear layers of the replaced
         module. `row_quantum`: torch computes multiples of this many rows."""
         super().__init__()
         self._operations = operations
@@ -217,7 +218,7 @@ class PlainMlp(nn.Module, HasProducts):
         return self._down.linear(self._activated(self._up.linear(x, up_bias)), down_bias)
 
     def _activated(self, inner: torch.Tensor) -> torch.Tensor:
-        if isinstance(self._activation, str):
+        if isinstance(self._activation, str | Xielu):
             return self._operations.activate(inner, self._activation)
         # torch's elementwise kernels round differently in the tail of a tensor, so only padding may be in the tail.
         padded = functional.pad(inner, (0, 0, 0, -inner.shape[0] % self._row_quantum))
@@ -225,7 +226,7 @@ class PlainMlp(nn.Module, HasProducts):
 
     def record(self, program: Program, x: Rows, *, into: str) -> Rows:
         """Append to a program what `rows` computes. Raises KernelArgumentError for what torch computes of it."""
-        if not isinstance(self._activation, str):
+        if not isinstance(self._activation, str | Xielu):
             raise KernelArgumentError("x", "goes through an activation that torch computes")
         up_bias, down_bias = self._biases
         inner = self._up.record(program, x, up_bias, into="inner")

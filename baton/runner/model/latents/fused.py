@@ -198,22 +198,30 @@ class FusedLatentAttention(CalledAsAttention):
         normed = latent_norm.record(program, down.columns(narrow, narrow + shape.latent), into="normed latents")
         if self.latent_factor != 1.0:
             normed = program.scale(normed, self.latent_factor, into="scaled latents")
-        latent = program.scratch("latents", shape.latent + shape.rotated)
+        latent = program.scratch("latents", self.key_width)
         program.copy_columns(normed, latent, width=shape.latent)
         behind = down.columns(narrow + shape.latent, down.width)
         program.copy_columns(behind, latent, width=shape.rotated, to=shape.latent)
         self._record_rotation(program, latent, shape.latent, 1, cos, sin)
+        self._record_completion(program, latent, x, cos, sin)
+        paged.record_storing(program, self.layer_idx, latent, latent.columns(0, shape.latent))
         given = x if down_norm is None else down_norm.record(program, down.columns(0, narrow), into="normed narrow")
         if sampling:
             given = program.take_sampled(given, into="sampled narrow rows")
             cos, sin = (program.take_sampled(rows, into=f"sampled {of}") for rows, of in ((cos, "cos"), (sin, "sin")))
+        selected = self._record_selection(program, x, given, cos, sin, paged, sampling=sampling)
         query = self._query.record(program, given, self._query_bias, into="query")
         self._record_rotation(program, query, shape.plain, heads, cos, sin)
-        of_latents = program.scratch("queries of latents", heads * latent.width, sampled=query.sampled)
+        key_dim = shape.latent + shape.rotated
+        of_latents = program.scratch("queries of latents", heads * key_dim, sampled=query.sampled)
         program.linear_of_heads(query, self.kv_b_proj.of_queries, of_latents)
         program.copy_columns(query, of_latents, heads, first=shape.plain, width=shape.rotated, to=shape.latent)
-        value = latent.columns(0, shape.latent)
-        attended = paged.record(program, self.layer_idx, of_latents, latent, value, self._how, into="attended")
+        attended = paged.record_reading(
+            *(program, self.layer_idx, of_latents, self._how),
+            into="attended",
+            key_dim=key_dim,
+            selected=selected,
+        )
         out = program.scratch("outputs of heads", heads * shape.value, sampled=query.sampled)
         program.linear_of_heads(attended, self.kv_b_proj.of_outputs, out)
         if self._gates is not None:
@@ -221,6 +229,14 @@ class FusedLatentAttention(CalledAsAttention):
             gates = program.take_sampled(gates, into="sampled gates") if sampling else gates
             out = program.multiply(out, gates, self.gate_activation, into="gated outputs")
         return self._out.record(program, out, self._out_bias, into=into)
+
+    def _record_completion(self, program: Program, latent: Rows, x: Rows, cos: Rows, sin: Rows) -> None:
+        """Append to a program what `_complete` does."""
+
+    def _record_selection(
+        self, program: Program, x: Rows, narrow: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool
+    ) -> Rows | None:
+        """Append to a program what `_selected` does. With `sampling` x has all rows, the others those that sample."""
 
     def _record_rotation(self, program: Program, x: Rows, first: int, heads: int, cos: Rows, sin: Rows) -> None:
         """Append the rotation of the columns from `first` on in each head of x."""

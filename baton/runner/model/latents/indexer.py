@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts
+from baton.runner.backends.cpu.kernels.buffers import Rows
+from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.operations import Operations
 from baton.runner.model.attention import KeyScores
 from baton.runner.model.fused.rows import AnyNorm
@@ -34,7 +36,7 @@ class Indexer(nn.Module, HasProducts):
         self.in_pairs = False
         """Whether each two neighbours are rotated together."""
         self._num_heads: int = given.n_heads
-        self._scale: float = given.softmax_scale
+        self.scale: float = given.softmax_scale
         self._norm: AnyNorm = given.k_norm
         self._queries, self._keys, self._weights = (
             AdaptableProduct.of_layer(operations, name, weight_of(getattr(given, name))) for name in _LAYERS
@@ -72,7 +74,30 @@ class Indexer(nn.Module, HasProducts):
         """What selects keys for rows x [T, K], whose queries are made of `narrow`. `first`: where keys have theirs."""
         queries = self._queries.linear(narrow).view(x.shape[0], self._num_heads, self.width)
         weights = self._weights.linear(x.to(self._weights_dtype)).float() * self._num_heads**-0.5
-        return KeyScores(self._turned(queries, cos, sin), weights, first, self._scale, self.most)
+        return KeyScores(self._turned(queries, cos, sin), weights, first, self.scale, self.most)
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether an adapter of the step's rows changes a product that programs compute without adapters."""
+        return self._weights_dtype == torch.float32 and self._weights.is_adapted
+
+    def record_keys(self, program: Program, x: Rows, cos: Rows, sin: Rows, into: Rows, first: int) -> None:
+        """Append to a program the writing of what `keys` gives to the columns from `first` on of other rows."""
+        keys = self._norm.record(program, self._keys.record(program, x, None, into="keys"), into="normed keys")
+        program.copy_columns(keys, into, width=self.width, to=first)
+        program.rotate(into, into.width, cos, sin, first=first, in_pairs=self.in_pairs)
+
+    def record_scores(self, program: Program, x: Rows, narrow: Rows, cos: Rows, sin: Rows) -> tuple[Rows, Rows]:
+        """Append to a program what `scores` computes: the queries, and the weights in float32."""
+        queries = self._queries.record(program, narrow, None, into="queries of indexer")
+        program.rotate(queries, self.width, cos, sin, in_pairs=self.in_pairs)
+        name = "weights of indexer"
+        if x.dtype == self._weights_dtype:
+            weights = self._weights.record(program, x, None, into=name)
+            weights = weights if weights.dtype == torch.float32 else program.widened(weights, into=f"wide {name}")
+        else:
+            weights = program.linear(program.widened(x, into="wide rows"), self._weights.packed, None, into=name)
+        return queries, program.scale(weights, self._num_heads**-0.5, into=weights)
 
     def _turned(self, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         rows = rows.contiguous()

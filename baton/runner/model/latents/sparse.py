@@ -16,7 +16,7 @@ import torch
 from baton.engine.runner import KVLayout, LayerGeometry
 from baton.runner.backends.attention_call import StepLayout
 from baton.runner.backends.cpu.kernels.buffers import Rows
-from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
+from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.key_selection import words_of
 from baton.runner.backends.operations import Operations
 from baton.runner.model.attention import AttendOrSelect, AttentionParameters, PagedAttention, UnsupportedAttention
@@ -91,9 +91,29 @@ class SparseLatentAttention(FusedLatentAttention):
             selections.latest = selected
         return selected
 
-    def record(self, *_: Any, **__: Any) -> Rows:
-        """Raises KernelArgumentError: programs have no operation that selects keys."""
-        raise KernelArgumentError("x", "attends to selected latents, for which programs have no operation")
+    @property
+    def is_adapted(self) -> bool:
+        """Whether an adapter of the step's rows changes what programs compute without adapters."""
+        return super().is_adapted or (self.indexer is not None and self.indexer.is_adapted)
+
+    def _record_completion(self, program: Program, latent: Rows, x: Rows, cos: Rows, sin: Rows) -> None:
+        if self.indexer is not None:
+            self.indexer.record_keys(program, x, cos, sin, latent, super().key_width)
+
+    def _record_selection(
+        self, program: Program, x: Rows, narrow: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool
+    ) -> Rows:
+        indexer = self.indexer
+        if indexer is None:
+            return program.latest_selection(sampling=sampling)
+        given = program.take_sampled(x, into="sampled rows of indexer") if sampling else x
+        query, weights = indexer.record_scores(program, given, narrow, cos, sin)
+        return paged.record_selecting(
+            *(program, self.layer_idx, query, weights),
+            first=super().key_width,
+            scale=indexer.scale,
+            most=indexer.most,
+        )
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         rows, nothing = super().forward(*arguments, **keywords)

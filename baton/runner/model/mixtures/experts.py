@@ -10,10 +10,11 @@ from torch import nn
 from torch.nn import functional
 
 from baton.runner.adapters.adaptable import AdaptableExperts, hold_parameters, routed
+from baton.runner.backends.cpu.kernels.product import Ungated
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.routing import PLAIN_EXPERTS, ClampedGate, ExpertBiases, ExpertKind, SharedRows
 from baton.runner.backends.weight_rows import Weight
-from baton.runner.model.recognition import gated_activation
+from baton.runner.model.recognition import gated_activation, known_activation
 from baton.runner.model.stored.layers import halves_of, read_packed, take_experts
 
 EXPERTS_NAME = "baton_experts"
@@ -35,12 +36,13 @@ class PackedExperts:
         self._activation, self._clamp = None, _clamped_gate_of(module)
         if module.has_gate and not module.has_bias:
             self._activation = gated_activation(module._apply_gate)
+        self._ungated = None if module.has_gate else _ungated_of(module)
         others = [name for name, _ in module.named_parameters(recurse=False)]
         self._up = self._pack(module, self._up_name, release, gated=self._activation is not None)
         self._down = self._pack(module, "down_proj", release)
         self.mixture: Any = None
         """All experts for one call of `mix_experts`; None: they are multiplied one by one."""
-        gate = self._activation or self._clamp
+        gate = self._activation or self._clamp or self._ungated
         if gate is not None and not self._has_norm:
             biases = None
             if module.has_bias:
@@ -139,18 +141,27 @@ class PackedExperts:
             inner = self._up.gated_linear(rows, expert, slots, self._activation)
         else:
             up = self._up.linear(rows, expert, slots, self._bias(module, self._up_name, expert))
-            inner = self._operations.clamped_gate(up, self._clamp) if self._clamp else self._active(module, up)
+            inner = self._behind(module, up)
         out = self._down.linear(inner, expert, slots, self._bias(module, "down_proj", expert))
         return module.post_expert_norm(out) if self._has_norm else out
 
-    @staticmethod
-    def _active(module: Any, up: torch.Tensor) -> torch.Tensor:
+    def _behind(self, module: Any, up: torch.Tensor) -> torch.Tensor:
+        if self._clamp is not None:
+            return self._operations.clamped_gate(up, self._clamp)
+        if self._ungated is not None:
+            return self._operations.activate(up, self._ungated.activation)
         active: torch.Tensor = module._apply_gate(up) if module.has_gate else module.act_fn(up)
         return active.contiguous()
 
     @staticmethod
     def _bias(module: Any, name: str, expert: int) -> torch.Tensor | None:
         return getattr(module, f"{name}_bias")[expert].contiguous() if module.has_bias else None
+
+
+def _ungated_of(module: Any) -> Ungated | None:
+    """What a module without gates computes of its first products, if it is known."""
+    activation = known_activation(module.act_fn)
+    return None if activation is None else Ungated(activation)
 
 
 def _clamped_gate_of(module: Any) -> ClampedGate | None:

@@ -40,6 +40,10 @@ class MixtureParts:
     """What that sum is multiplied with."""
     norm: str | None = None
     """A norm of the result."""
+    narrow: str | None = None
+    """A layer that makes what experts are given; None: they are given the rows."""
+    widen: str | None = None
+    """A layer of the experts' sum, before shared rows are added; then these have no gate."""
     gives_tuple: bool = False
     """Whether the module gives more than rows, which nobody reads."""
 
@@ -75,10 +79,15 @@ class FusedMixture(nn.Module):
         chosen, weights = self._router.choose(x)
         shared = None
         if parts.shared is not None:
-            gate: Any = None if parts.shared_gate is None else self.get_submodule(parts.shared_gate)
+            gate = None if parts.shared_gate is None else self._layer(parts.shared_gate)
             shared = SharedRows(self._mlp(parts.shared).rows(x), None if gate is None else gate.rows(x))
         experts = self.get_submodule(parts.experts)
-        out = self._packed_experts.compute(experts, x, chosen, weights, parts.factor, shared)
+        given = x if parts.narrow is None else self._layer(parts.narrow).rows(x)
+        of_experts = shared if parts.widen is None else None
+        out = self._packed_experts.compute(experts, given, chosen, weights, parts.factor, of_experts)
+        if parts.widen is not None:
+            out = self._layer(parts.widen).rows(out)
+            out = out if shared is None else out + shared.rows
         out = out if parts.result_factor == 1.0 else out * parts.result_factor
         return out if parts.norm is None else self._norm(parts.norm).rows(out)
 
@@ -92,13 +101,23 @@ class FusedMixture(nn.Module):
         if parts.shared is not None:
             shared = self._mlp(parts.shared).record(program, x, into="shared rows")
         if parts.shared_gate is not None:
-            layer: Any = self.get_submodule(parts.shared_gate)
-            gate = layer.products[0].record(program, x, layer.bias, into="shared gate")
+            layer = self._layer(parts.shared_gate)
+            gate = layer.record(program, x, into="shared gate")
         mixed = into if parts.norm is None and parts.result_factor == 1.0 else "mixed rows"
-        out = program.mix_experts(x, chosen, weights, mixture, parts.factor, shared, gate, into=mixed)
+        given = x if parts.narrow is None else self._layer(parts.narrow).record(program, x, into="narrowed rows")
+        if parts.widen is None:
+            out = program.mix_experts(given, chosen, weights, mixture, parts.factor, shared, gate, into=mixed)
+        else:
+            narrow = program.mix_experts(given, chosen, weights, mixture, parts.factor, None, None, into="narrow sums")
+            out = self._layer(parts.widen).record(program, narrow, into=mixed if shared is None else "widened sums")
+            out = out if shared is None else program.add(out, shared, 1.0, into=mixed)
         if parts.result_factor != 1.0:
             out = program.scale(out, parts.result_factor, into=into if parts.norm is None else out)
         return out if parts.norm is None else self._norm(parts.norm).record(program, out, into=into)
+
+    def _layer(self, name: str) -> Any:
+        """A linear layer, which is packed (layers.py)."""
+        return self.get_submodule(name)
 
     def _mlp(self, name: str) -> FusedMlp | PlainMlp:
         part = self.get_submodule(name)

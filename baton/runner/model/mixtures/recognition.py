@@ -80,6 +80,7 @@ class _Behind(NamedTuple):
     factor: float
     result_factor: float
     norm: str | None
+    widen: str | None
 
 
 def fuse_mixtures(module: nn.Module, operations: Operations, dtype: torch.dtype) -> None:
@@ -113,21 +114,27 @@ def _parts_of(child: nn.Module, dtype: torch.dtype, stacked: Mapping[str, Recogn
     experts = [name for name, part in child.named_children() if is_experts(part) or name in stacked]
     if len(experts) != 1:
         return None
-    routers = list(_routers_of(child, experts[0]))
-    if len(routers) != 1:
-        return None
-    weight = routers[0].weight
+    # A layer that narrows rows before the experts could be a router, too.
+    found = (_parts_with(child, experts[0], router, dtype, stacked) for router in _routers_of(child, experts[0]))
+    return next((parts for parts in found if parts is not None), None)
+
+
+def _parts_with(
+    child: nn.Module, experts: str, router: _Router, dtype: torch.dtype, stacked: Mapping[str, Recognised]
+) -> MixtureParts | None:
+    """What a mixture computes, if this is its router."""
+    weight = router.weight
     # The same rows for each layer: what is found of it must not depend on which other layers there are.
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, _NUM_ROWS, weight.shape[1], dtype=torch.float32, generator=generator).to(weight.device, dtype)
-    holder = child.get_submodule(experts[0])
+    holder = child.get_submodule(experts)
     echo: Echo | _EchoExperts
-    if (found_experts := stacked.get(experts[0])) is None:
+    if (found_experts := stacked.get(experts)) is None:
         echo = _EchoExperts(generator)
         object.__setattr__(holder, "baton_experts", echo)
     else:
         echo = Echo(found_experts.call, weight.shape[0], x[0], generator)
-        setattr(child, experts[0], echo)
+        setattr(child, experts, echo)
     try:
         given = child(x)
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError):
@@ -136,19 +143,31 @@ def _parts_of(child: nn.Module, dtype: torch.dtype, stacked: Mapping[str, Recogn
         if found_experts is None:
             object.__delattr__(holder, "baton_experts")
         else:
-            setattr(child, experts[0], holder)
+            setattr(child, experts, holder)
     out = given[0] if isinstance(given, tuple) else given
     if len(echo.given) != 1 or not isinstance(out, torch.Tensor) or out.numel() != x.numel():
         return None
     hidden, chosen, weights = echo.given[0]
-    if hidden.shape != x[0].shape or not torch.equal(hidden, x[0]) or chosen.ndim != 2:
+    if chosen.ndim != 2:
         return None
-    found = _routing(child, routers[0], x[0], _Seen(chosen, weights))
-    behind = _behind(child, x, echo.gave[0], out.reshape(x.shape))
+    narrow = None
+    if hidden.shape != x[0].shape or not torch.equal(hidden, x[0]):
+        narrow = next((name for name, layer in _layers_of(child, x[0], hidden) if agree(hidden, layer(x[0]))), None)
+        if narrow is None:
+            return None
+    found = _routing(child, router, x[0], _Seen(chosen, weights))
+    behind = _behind(child, x, echo.gave[0], out.reshape(x.shape), is_narrow=narrow is not None)
     if found is None or behind is None:
         return None
     gives_tuple = isinstance(given, tuple)
-    return MixtureParts(routers[0].path, experts[0], *found, **behind._asdict(), gives_tuple=gives_tuple)
+    return MixtureParts(router.path, experts, *found, **behind._asdict(), narrow=narrow, gives_tuple=gives_tuple)
+
+
+def _layers_of(child: nn.Module, x: torch.Tensor, out: torch.Tensor) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear layers of a mixture that may make rows `out` [T, N] of x [T, K]."""
+    for name, part in child.named_children():
+        if isinstance(part, nn.Linear) and (part.in_features, part.out_features) == (x.shape[-1], out.shape[-1]):
+            yield name, part
 
 
 class _RouterCall(NamedTuple):
@@ -321,17 +340,26 @@ def _factors(child: nn.Module) -> list[float]:
     return [1.0, *sorted(floats - {1.0})]
 
 
-def _behind(child: nn.Module, x: torch.Tensor, experts: torch.Tensor, out: torch.Tensor) -> _Behind | None:
-    """What a mixture does with the rows of its experts; None: something else than is known."""
+def _behind(
+    child: nn.Module, x: torch.Tensor, experts: torch.Tensor, out: torch.Tensor, *, is_narrow: bool
+) -> _Behind | None:
+    """What a mixture does with the rows of its experts; None: something else than is known.
+
+    `is_narrow`: whether a layer follows that makes rows like x of them.
+    """
     children = dict(child.named_children())
     mlps: list[str | None] = [name for name, part in children.items() if isinstance(part, FusedMlp | PlainMlp)]
     gates: list[str | None] = [
         name for name, part in children.items() if isinstance(part, nn.Linear) and part.out_features == 1
     ]
     norms: list[str | None] = [name for name, part in children.items() if isinstance(part, FusedNorm)]
+    wideners: list[str | None] = [name for name, _ in _layers_of(child, experts, x)] if is_narrow else [None]
+    gates = [None] if is_narrow else gates
     parts, factors = (mlps or [None], gates or [None], norms or [None]), (_factors(child), _RESULT_FACTORS)
-    for shared, gate, norm, factor, of_result in product(*parts, *factors):
-        rows = experts.view(x.shape) * factor
+    for widen, shared, gate, norm, factor, of_result in product(wideners, *parts, *factors):
+        rows = experts.view(*x.shape[:-1], -1) * factor
+        if widen is not None:
+            rows = children[widen](rows)
         if shared is not None:
             added = children[shared](x)
             if gate is not None:
@@ -341,5 +369,5 @@ def _behind(child: nn.Module, x: torch.Tensor, experts: torch.Tensor, out: torch
         if norm is not None:
             rows = children[norm](rows)
         if agree(out, rows):
-            return _Behind(shared, gate, factor, of_result, norm)
+            return _Behind(shared, gate, factor, of_result, norm, widen)
     return None

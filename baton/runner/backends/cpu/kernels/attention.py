@@ -43,9 +43,7 @@ def paged_attention(call: AttentionCall, *, threads: int) -> torch.Tensor:
     if (last_stride != 1 and key_dim > 1) or (head_stride != key_dim and heads > 1):
         raise KernelArgumentError("query", "has rows that are not contiguous")
     require_cache(cache)
-    is_narrower = cache.values_in_keys and cache.value_dim <= key_dim < cache.key_dim and key_dim % 8 == 0
-    if key_dim != cache.key_dim and not is_narrower:
-        raise KernelArgumentError("query", f"has heads of {key_dim}, the cache of {cache.key_dim}")
+    require_key_dim(cache, key_dim)
     table_stride = require_requests(call.query_start, call.seq_lens, call.block_tables)
     sinks = require_features(call.how, heads, cache)
     require_distance_bias(call.how, heads, query.device)
@@ -112,32 +110,23 @@ def select_keys(call: SelectionCall, *, threads: int) -> torch.Tensor:
         raise KernelArgumentError("query", "must be [rows, heads, d], contiguous, on the CPU, in a dtype of the cache")
     rows, heads, width = query.shape
     require_cache(cache)
-    if cache.num_kv_heads != 1 or not cache.values_in_keys or not 1 <= heads <= MOST_SELECTING_HEADS:
-        raise KernelArgumentError("query", f"must have 1 to {MOST_SELECTING_HEADS} heads, and the cache one")
-    if width % 8 or call.first % 8 or not 0 <= call.first <= cache.key_dim - width or width < 1:
-        raise KernelArgumentError("first", f"is {call.first}: {width} numbers from there are not in keys")
+    structure = selection_structure(cache, heads, width, call.first, call.scale, call.most)
     if weights.shape != (rows, heads) or weights.dtype != torch.float32 or not weights.is_contiguous():
         raise KernelArgumentError("weights", f"must be float32 [{rows}, {heads}], contiguous")
     if not weights.is_cpu:
         raise KernelArgumentError("weights", "must be on the CPU")
-    if call.most < 1 or not math.isfinite(call.scale):
-        raise KernelArgumentError("most", f"and scale must be at least 1 and finite, are {call.most} and {call.scale}")
     table_stride = require_requests(call.query_start, call.seq_lens, call.block_tables)
     selected = torch.zeros(rows, call.num_words, dtype=torch.int64)
-    keys = attention_structure(AttentionFeatures(call.scale), heads, cache, None, width)
-    keys.key_offset = keys.value_offset = cache.key_offset + call.first
-    keys.value_dim = width
+    keys = structure.keys
     keys.query, keys.query_start, keys.seq_lens = (
         query.data_ptr(),
         call.query_start.data_ptr(),
         call.seq_lens.data_ptr(),
     )
     keys.block_tables, keys.table_stride = call.block_tables.data_ptr(), table_stride
-    keys.rows, keys.query_stride = rows, heads * width
+    keys.rows = rows
     keys.num_seqs, keys.table_width = call.block_tables.shape
-    structure = KernelSelectionCall(
-        keys, weights.data_ptr(), selected.data_ptr(), weights_stride=heads, words=selected.shape[1], most=call.most
-    )
+    structure.weights, structure.selected, structure.words = weights.data_ptr(), selected.data_ptr(), call.num_words
     lib = library()
     status = lib.select_keys(lib.isa, DTYPES[query.dtype], ctypes.byref(structure), threads)
     if status:
@@ -145,9 +134,41 @@ def select_keys(call: SelectionCall, *, threads: int) -> torch.Tensor:
     return selected
 
 
+def selection_structure(
+    cache: CacheView, heads: int, width: int, first: int, scale: float, most: int
+) -> KernelSelectionCall:
+    """The kernel's arguments for a layer and contiguous queries [rows, heads, width], without those of a step.
+
+    `first`, `scale`, `most`: as in SelectionCall. Raises KernelArgumentError for those that don't fit.
+    """
+    if cache.num_kv_heads != 1 or not cache.values_in_keys or not 1 <= heads <= MOST_SELECTING_HEADS:
+        raise KernelArgumentError("query", f"must have 1 to {MOST_SELECTING_HEADS} heads, and the cache one")
+    if width % 8 or first % 8 or not 0 <= first <= cache.key_dim - width or width < 1:
+        raise KernelArgumentError("first", f"is {first}: {width} numbers from there are not in keys")
+    if most < 1 or not math.isfinite(scale):
+        raise KernelArgumentError("most", f"and scale must be at least 1 and finite, are {most} and {scale}")
+    keys = attention_structure(AttentionFeatures(scale), heads, cache, None, width)
+    keys.key_offset = keys.value_offset = cache.key_offset + first
+    keys.value_dim, keys.query_stride = width, heads * width
+    return KernelSelectionCall(keys, weights_stride=heads, most=most)
+
+
+def require_key_dim(cache: CacheView, key_dim: int) -> None:
+    """Raises KernelArgumentError for query heads that are neither as wide as keys nor as narrow as they may be."""
+    is_narrower = cache.values_in_keys and cache.value_dim <= key_dim < cache.key_dim and key_dim % 8 == 0
+    if key_dim != cache.key_dim and not is_narrower:
+        raise KernelArgumentError("query", f"has heads of {key_dim}, the cache of {cache.key_dim}")
+
+
+def require_selecting(how: AttentionFeatures) -> None:
+    """Raises KernelArgumentError for features that attention to selected keys can't compute."""
+    if how.softcap is not None or how.sinks is not None or how.distance_bias is not None or how.scale <= 0:
+        raise KernelArgumentError("selected", "can't be given with a soft cap, sinks, biases or a scale of 0 or below")
+
+
 def _require_selected(call: AttentionCall, rows: int) -> None:
     """Raises KernelArgumentError for a selection that doesn't fit."""
-    selected, how = call.selected, call.how
+    selected = call.selected
     assert selected is not None
     if selected.ndim != 2 or selected.shape[0] != rows or selected.dtype != torch.int64 or not selected.is_contiguous():
         raise KernelArgumentError("selected", f"must be int64 [{rows}, words], contiguous")
@@ -155,8 +176,7 @@ def _require_selected(call: AttentionCall, rows: int) -> None:
         raise KernelArgumentError("selected", "must be on the CPU")
     if call.seq_lens.numel() and int(call.seq_lens.max()) > selected.shape[1] * WORD_BITS:
         raise KernelArgumentError("selected", f"has {selected.shape[1]} words, too few for the longest sequence")
-    if how.softcap is not None or how.sinks is not None or how.distance_bias is not None or how.scale <= 0:
-        raise KernelArgumentError("selected", "can't be given with a soft cap, sinks, biases or a scale of 0 or below")
+    require_selecting(call.how)
 
 
 def store_kv(

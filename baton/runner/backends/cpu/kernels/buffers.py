@@ -64,6 +64,9 @@ class Buffers:
         """The bytes of a row of each scratch buffer."""
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._capacity = 0
+        self._selections: dict[bool, int] = {}
+        """The buffers of selections, by whether they have only the rows that sample."""
+        self._selected = torch.empty(0, dtype=torch.int64)
 
     def argument(self, width: int, sampled: bool, dtype: torch.dtype) -> Rows:
         """Declare a buffer that each step passes in, after those that were declared before."""
@@ -78,6 +81,16 @@ class Buffers:
         buffer, dtype = self._scratch[name], self._dtype if dtype is None else dtype
         self._row_bytes[buffer] = max(width * dtype.itemsize, self._row_bytes.get(buffer, 0))
         return Rows(buffer, 0, width, width, sampled, dtype)
+
+    def selection(self, sampled: bool) -> Rows:
+        """Rows of keys that were selected (key_selection.py), as many words each as `addresses` is told."""
+        if sampled not in self._selections:
+            self._selections[sampled] = self._count()
+        return Rows(self._selections[sampled], 0, 0, 0, sampled, torch.int64)
+
+    @property
+    def has_selections(self) -> bool:
+        return bool(self._selections)
 
     def shared(self, name: str, width: int, sampled: bool, dtype: torch.dtype) -> Rows:
         """Rows of the shared buffer with this name, which is as wide as its widest use."""
@@ -102,7 +115,9 @@ class Buffers:
             if not fits or not tensor.is_contiguous() or not tensor.is_cpu:
                 raise KernelArgumentError("arguments", f"{tuple(tensor.shape)} must be {shape} {argument.dtype}")
 
-    def addresses(self, arguments: Sequence[torch.Tensor], rows: int) -> ctypes.Array[ctypes.c_void_p]:
+    def addresses(
+        self, arguments: Sequence[torch.Tensor], rows: int, selection_words: int = 0
+    ) -> ctypes.Array[ctypes.c_void_p]:
         """The address of each buffer, for a step of at most `rows` rows; valid until the next call."""
         total = sum(self._row_bytes.values())
         if rows > self._capacity:
@@ -118,6 +133,11 @@ class Buffers:
         for buffer, row_bytes in self._row_bytes.items():
             addresses[buffer] = address
             address += self._capacity * row_bytes
+        of_selection = rows * selection_words
+        if len(self._selections) * of_selection > self._selected.numel():
+            self._selected = torch.empty(len(self._selections) * of_selection, dtype=torch.int64)
+        for place, buffer in enumerate(self._selections.values()):
+            addresses[buffer] = self._selected.data_ptr() + place * of_selection * self._selected.itemsize
         self._place_shared(addresses, rows)
         return addresses
 
@@ -138,4 +158,4 @@ class Buffers:
         return self._shared_memory.at_least(size)
 
     def _count(self) -> int:
-        return len(self._arguments) + len(self._scratch) + len(self._shared)
+        return len(self._arguments) + len(self._scratch) + len(self._shared) + len(self._selections)

@@ -161,25 +161,25 @@ class ClampCall(ctypes.Structure):
     ]
 
 
-class MixtureCall(ctypes.Structure):
-    _fields_ = [
-        *_fields(LinearCall, "up down"),
-        *_fields(_POINTER, "ups downs up_biases down_biases"),
-        ("clamp", ClampCall),
-        *_fields(_POINTER, "x chosen gathered inner quantized"),
-        *_fields(_SIZE, "experts x_stride"),
-        ("sum", SumCall),
-        *_fields(_INT, "weighs_inputs passes_rest"),
-    ]
-
-
 class ActivateCall(ctypes.Structure):
     _fields_ = [
         *_fields(_POINTER, "x out"),
         *_fields(_SIZE, "rows columns x_stride rows_per_task"),
         ("activation", _INT),
-        ("bound", _FLOAT),
-        ("factor", _FLOAT),
+        *_fields(_FLOAT, "bound factor positive negative linear near"),
+    ]
+
+
+class MixtureCall(ctypes.Structure):
+    _fields_ = [
+        *_fields(LinearCall, "up down"),
+        *_fields(_POINTER, "ups downs up_biases down_biases"),
+        ("clamp", ClampCall),
+        ("activate", ActivateCall),
+        *_fields(_POINTER, "x chosen gathered inner quantized"),
+        *_fields(_SIZE, "experts x_stride"),
+        ("sum", SumCall),
+        *_fields(_INT, "weighs_inputs passes_rest"),
     ]
 
 
@@ -299,6 +299,7 @@ class OperationKind(IntEnum):
     ADD = 15
     COPY = 16
     HEADS = 17
+    SELECT = 18
 
 
 OPERATION_NAMES = {
@@ -320,6 +321,7 @@ OPERATION_NAMES = {
     OperationKind.ADD: "add",
     OperationKind.COPY: "copy_columns",
     OperationKind.HEADS: "linear_of_heads",
+    OperationKind.SELECT: "select_keys",
 }
 """The method of `Program` by which an operation is recorded."""
 
@@ -339,6 +341,7 @@ class Call(ctypes.Union):
         ("rotate", RotateCall),
         ("store", StoreCall),
         ("attention", KernelAttentionCall),
+        ("selection", KernelSelectionCall),
         ("take", TakeRowsCall),
         ("quantize", QuantizeCall),
         ("barrier", BarrierCall),
@@ -377,7 +380,7 @@ class Step(ctypes.Structure):
         *_fields(_POINTER, "buffers sampled query_start sample_start seq_lens kept_lens groups"),
         *_fields(_INT64, "rows num_sampled num_seqs"),
         *_fields(_POINTER, "adapter_slots sampled_slots adapter_weights t"),
-        *_fields(_INT64, "num_slots t_stride"),
+        *_fields(_INT64, "num_slots t_stride selection_words"),
     ]
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from baton.runner.backends.cpu.kernels.call_structs import (
+    ActivateCall,
     ClampCall,
     LinearCall,
     MixtureCall,
@@ -22,8 +23,16 @@ from baton.runner.backends.cpu.kernels.call_structs import (
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.float8 import PackedFloat8Weight
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
-from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, NOT_GATED, Activation, PackedColumns, PackedWeight
+from baton.runner.backends.cpu.kernels.product import (
+    ACTIVATIONS,
+    NOT_GATED,
+    Activation,
+    PackedColumns,
+    PackedWeight,
+    Ungated,
+)
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
+from baton.runner.backends.cpu.kernels.rows import activate_structure
 from baton.runner.backends.cpu.kernels.weights import Packed, PackedPart
 from baton.runner.backends.routing import (
     PLAIN_EXPERTS,
@@ -42,7 +51,7 @@ class PackedMixture:
         self,
         ups: Sequence[Packed],
         downs: Sequence[Packed],
-        gate: Activation | ClampedGate,
+        gate: Activation | ClampedGate | Ungated,
         biases: ExpertBiases | None = None,
         kind: ExpertKind = PLAIN_EXPERTS,
     ) -> None:
@@ -54,10 +63,10 @@ class PackedMixture:
         self.num_experts = len(ups)
         self.k, self.inner = ups[0].k, ups[0].n // (1 if clamp is None else 2)
         self.clamped_width = 0 if clamp is None else ups[0].n
-        """The columns of rows that the gate is computed of; 0: products are gated."""
+        """The columns of rows that a gate behind the product is computed of; 0: there is none."""
         first_up, first_down = _alike("ups", ups), _alike("downs", downs)
-        if first_up.gated != (clamp is None) or first_down.gated:
-            raise KernelArgumentError("ups", "must be gated, or have a gate behind them, and downs neither")
+        if first_up.gated != isinstance(gate, str) or first_down.gated:
+            raise KernelArgumentError("ups", "must be gated, or have something behind them, and downs neither")
         if (first_down.k, first_down.n) != (self.inner, self.k):
             raise KernelArgumentError("downs", f"must be [{self.k}, {self.inner}]")
         self.dtype = first_up.dtype if isinstance(first_up, PackedWeight) else None
@@ -68,7 +77,10 @@ class PackedMixture:
         self._clamp = ClampCall()
         if clamp is not None:
             self._clamp = ClampCall(columns=self.inner, limit=clamp.limit, alpha=clamp.alpha)
-        activation = NOT_GATED if isinstance(gate, ClampedGate) else ACTIVATIONS[gate]
+        self._activate = ActivateCall()
+        if isinstance(gate, Ungated):
+            self._activate = activate_structure(self.inner, self.inner, gate.activation)
+        activation = ACTIVATIONS[gate] if isinstance(gate, str) else NOT_GATED
         self._up, self._down = _expert_call(first_up, activation), _expert_call(first_down, NOT_GATED)
         self._ups, self._downs = (_addresses(weights) for weights in (ups, downs))
         self.gathered_bytes, self.quantized_bytes = _row_bytes(first_up), _row_bytes(first_down)
@@ -84,6 +96,7 @@ class PackedMixture:
             ups=ctypes.addressof(self._ups),
             downs=ctypes.addressof(self._downs),
             clamp=self._clamp,
+            activate=self._activate,
         )
         if self._biases is not None:
             for name, bias, n in (("up", self._biases.up, call.up.n), ("down", self._biases.down, call.down.n)):

@@ -28,6 +28,14 @@ ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu_squared": 
 CLAMP = 6
 SCALE = 7
 DIVIDE = 8
+XIELU = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Ungated:
+    """What experts without a gate compute of their first product."""
+
+    activation: Activation
 
 
 @dataclass(frozen=True, slots=True)

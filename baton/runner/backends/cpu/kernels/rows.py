@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
@@ -19,12 +20,34 @@ from baton.runner.backends.cpu.kernels.call_structs import (
 )
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
-from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, Activation
+from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, XIELU, Activation
 
 GateFunction = Literal["softplus", "sigmoid"]
 GateActivation = Literal["silu", "sigmoid"]
 Limits = tuple[float, float]
 NO_LIMITS: Limits = (-math.inf, math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Xielu:
+    """An activation with numbers of a layer's own (xIELU, arXiv 2411.13010).
+
+    Above 0 it is positive * x^2 + linear * x, and elsewhere negative * (e^min(x, near) - 1 - x) + linear * x.
+    """
+
+    positive: float
+    negative: float
+    linear: float
+    near: float
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """What the kernel computes, by torch and in x's dtype."""
+        bent = torch.expm1(x.clamp(max=self.near)) - x
+        return torch.where(x > 0, self.positive * x * x, self.negative * bent) + self.linear * x
+
+
+RowActivation = Activation | Xielu
+"""An activation of rows that no product gates."""
 
 
 def rms_norm(
@@ -263,7 +286,7 @@ def multiply_structure(
     return MultiplyCall(columns=n, width=width, x_stride=x_stride, by_stride=by_stride, multiplier=multiplier)
 
 
-def activate(x: torch.Tensor, activation: Activation, *, threads: int) -> torch.Tensor:
+def activate(x: torch.Tensor, activation: RowActivation, *, threads: int) -> torch.Tensor:
     """activation(x) of x [rows, n], in x's dtype: contiguous.
 
     Computed in float32 and rounded once. Each row of x is contiguous, with gaps between rows allowed. Raises
@@ -278,8 +301,10 @@ def activate(x: torch.Tensor, activation: Activation, *, threads: int) -> torch.
     return out
 
 
-def activate_structure(n: int, x_stride: int, activation: Activation) -> ActivateCall:
+def activate_structure(n: int, x_stride: int, activation: RowActivation) -> ActivateCall:
     """The kernel's arguments for rows of n columns, without those of a step."""
+    if isinstance(activation, Xielu):
+        return ActivateCall(columns=n, x_stride=x_stride, activation=XIELU, **asdict(activation))
     return ActivateCall(columns=n, x_stride=x_stride, activation=ACTIVATIONS[activation])
 
 

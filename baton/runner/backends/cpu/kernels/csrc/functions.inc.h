@@ -11,19 +11,23 @@
 
 #define ROUND_SHIFT 12582912.0f /* 1.5 * 2^23: adding it leaves the nearest integer in the low bits */
 
-/* e^x for x <= 88, zero below -87.3; Cephes' polynomial */
-LONG_FUNCTION v16 v_exp(v16 x) {
-    v16 shifted = v_fma(x, v_set1(1.44269504f), v_set1(ROUND_SHIFT));
-    v16 n = v_sub(shifted, v_set1(ROUND_SHIFT));
-    v16 r = v_fma(n, v_set1(-0.693359375f), x);
-    r = v_fma(n, v_set1(2.12194440e-4f), r);
+/* (e^r - 1 - r) / r^2 for |r| <= ln(2) / 2; Cephes' polynomial */
+INLINE v16 v_exp_polynomial(v16 r) {
     v16 p = v_set1(1.9875691500e-4f);
     p = v_fma(p, r, v_set1(1.3981999507e-3f));
     p = v_fma(p, r, v_set1(8.3334519073e-3f));
     p = v_fma(p, r, v_set1(4.1665795894e-2f));
     p = v_fma(p, r, v_set1(1.6666665459e-1f));
-    p = v_fma(p, r, v_set1(5.0000001201e-1f));
-    p = v_add(v_fma(p, v_mul(r, r), r), v_set1(1.0f));
+    return v_fma(p, r, v_set1(5.0000001201e-1f));
+}
+
+/* e^x for x <= 88, zero below -87.3 */
+LONG_FUNCTION v16 v_exp(v16 x) {
+    v16 shifted = v_fma(x, v_set1(1.44269504f), v_set1(ROUND_SHIFT));
+    v16 n = v_sub(shifted, v_set1(ROUND_SHIFT));
+    v16 r = v_fma(n, v_set1(-0.693359375f), x);
+    r = v_fma(n, v_set1(2.12194440e-4f), r);
+    v16 p = v_add(v_fma(v_exp_polynomial(r), v_mul(r, r), r), v_set1(1.0f));
     return v_scaled(p, n, shifted, x, v_set1(-87.3f));
 }
 
@@ -92,6 +96,16 @@ LONG_FUNCTION v16 v_activate(enum activation activation, v16 x) {
     if (activation == ACTIVATION_RELU_SQUARED) return v_mul(v_max(v_zero(), x), v_max(v_zero(), x));
     v16 inner = v_mul(x, v_fma(v_mul(x, x), v_set1(0.0713548163f), v_set1(1.5957691216f))); /* tanh(u) = 2 sigmoid(2u) - 1 */
     return v_times_sigmoid(x, inner);
+}
+
+/* xIELU (arXiv 2411.13010): positive * x^2 + linear * x above 0, and negative * (e^min(x, near) - 1 - x) + linear * x elsewhere. Of a
+ * small x the polynomial gives e^x - 1 - x without taking nearly equal numbers from one another. */
+LONG_FUNCTION v16 v_xielu(v16 x, v16 positive, v16 negative, v16 linear, v16 near) {
+    const v16 low = v_min(near, x); /* NaN passes */
+    const v16 far = v_sub(v_sub(v_exp(low), v_set1(1.0f)), low);
+    const v16 small = v_mul(v_exp_polynomial(low), v_mul(low, low));
+    const v16 bent = v_add(v_where_less(low, v_set1(-0.34f), far, small), v_sub(low, x));
+    return v_fma(linear, x, v_where_less(v_zero(), x, v_mul(v_mul(positive, x), x), v_mul(negative, bent)));
 }
 
 /* Loads up to 16 elements from an index on; the other lanes are zero. */

@@ -37,6 +37,7 @@ enum activation {
     ACTIVATION_CLAMP = 6, /* this one and those below: of activate_call alone */
     ACTIVATION_SCALE = 7,
     ACTIVATION_DIVIDE = 8,
+    ACTIVATION_XIELU = 9,
 };
 /* library.py has the error message for each status. */
 enum status {
@@ -221,21 +222,6 @@ struct clamp_call {
     float limit, alpha;
 };
 
-/* The experts of a mixture, gated MLPs that are all packed alike, and the rows that they compute (mixture.c). */
-struct mixture_call {
-    struct linear_call up, down;            /* of one expert, without what depends on the step */
-    const void *const *ups, *const *downs;  /* [experts]: the packed weights */
-    const void *up_biases, *down_biases;    /* [experts, n] or NULL */
-    struct clamp_call clamp;                /* columns 0: up is gated; otherwise it is not, and x is room as the others */
-    const void *x;                          /* [rows, up.k]; x_stride: elements from row to row */
-    const int32_t *chosen;                  /* [rows, sum.most]: an expert beyond the last one computes nothing, or gives its row */
-    void *gathered, *inner, *quantized;     /* room for each chosen expert's row: of x, of up's result and, for a quantized down, of that */
-    size_t experts, x_stride;
-    struct sum_call sum; /* outs: room as the others */
-    int weighs_inputs;   /* an expert's row is multiplied with its weight, and rounded, before it computes it, not what it gives */
-    int passes_rest;     /* experts beyond the last one give their rows, with x_stride up.k */
-};
-
 /* activation(x), rounded once. */
 struct activate_call {
     const void *x; /* [rows, columns]; x_stride: elements from row to row */
@@ -244,6 +230,23 @@ struct activate_call {
     int activation; /* enum activation */
     float bound;    /* with ACTIVATION_CLAMP: numbers above it become it, and those below its opposite that */
     float factor;   /* what numbers are multiplied with, or with ACTIVATION_DIVIDE divided by */
+    float positive, negative, linear, near; /* of ACTIVATION_XIELU (v_xielu) */
+};
+
+/* The experts of a mixture, MLPs that are all packed alike, and the rows that they compute (mixture.c). */
+struct mixture_call {
+    struct linear_call up, down;            /* of one expert, without what depends on the step */
+    const void *const *ups, *const *downs;  /* [experts]: the packed weights */
+    const void *up_biases, *down_biases;    /* [experts, n] or NULL */
+    struct clamp_call clamp;                /* what is computed of up's result, and x is room as the others; columns 0: nothing */
+    struct activate_call activate;          /* the same in place; with both columns 0 up is gated */
+    const void *x;                          /* [rows, up.k]; x_stride: elements from row to row */
+    const int32_t *chosen;                  /* [rows, sum.most]: an expert beyond the last one computes nothing, or gives its row */
+    void *gathered, *inner, *quantized;     /* room for each chosen expert's row: of x, of up's result and, for a quantized down, of that */
+    size_t experts, x_stride;
+    struct sum_call sum; /* outs: room as the others */
+    int weighs_inputs;   /* an expert's row is multiplied with its weight, and rounded, before it computes it, not what it gives */
+    int passes_rest;     /* experts beyond the last one give their rows, with x_stride up.k */
 };
 
 /* one + other * factor; the product is rounded, and then the sum. */
@@ -318,7 +321,7 @@ struct attention_call {
 struct selection_call {
     struct attention_call keys; /* of whose fields those of values and of outputs mean nothing */
     const float *weights;       /* [rows, heads] */
-    uint64_t *selected;         /* [rows, words], zeros at first; the bits as those of attention_call.selected */
+    uint64_t *selected;         /* [rows, words], written for the rows of sequences; the bits as those of attention_call.selected */
     int64_t weights_stride, words, most; /* most: how many keys a row may have */
 };
 
@@ -583,6 +586,10 @@ int check_states(const struct states *states);
 /* Plans the tasks of a checked call. The caller frees the plan, also after an error. */
 int plan_attention(struct attention_job *job, const struct attention_call *call, int n_threads);
 void free_attention_plan(struct attention_job *job);
+/* The same of a selection, for which one work is enough. */
+int check_selection(const struct selection_call *call);
+int plan_selection(struct selection_job *job, const struct selection_call *call);
+struct work selection_work(const struct selection_job *job, const struct isa *isa, enum dtype dtype);
 /* Finds the requests of a checked call that share tiles; *found is NULL if there are none. */
 int find_sharing(struct sharing **found, const struct attention_call *call, int n_threads);
 void free_sharing(struct sharing *sharing);

@@ -63,6 +63,7 @@ static const struct layout_entry layout[] = {
     WHOLE(struct activate_call, "activate_call"),
     FIELD(activate_call, x), FIELD(activate_call, out), FIELD(activate_call, rows), FIELD(activate_call, columns),
     FIELD(activate_call, x_stride), FIELD(activate_call, rows_per_task), FIELD(activate_call, activation), FIELD(activate_call, bound), FIELD(activate_call, factor),
+    FIELD(activate_call, positive), FIELD(activate_call, negative), FIELD(activate_call, linear), FIELD(activate_call, near),
 
     WHOLE(struct add_call, "add_call"),
     FIELD(add_call, one), FIELD(add_call, other), FIELD(add_call, out), FIELD(add_call, rows), FIELD(add_call, columns),
@@ -87,7 +88,7 @@ static const struct layout_entry layout[] = {
 
     WHOLE(struct mixture_call, "mixture_call"),
     FIELD(mixture_call, up), FIELD(mixture_call, down), FIELD(mixture_call, ups), FIELD(mixture_call, downs), FIELD(mixture_call, x),
-    FIELD(mixture_call, up_biases), FIELD(mixture_call, down_biases), FIELD(mixture_call, clamp),
+    FIELD(mixture_call, up_biases), FIELD(mixture_call, down_biases), FIELD(mixture_call, clamp), FIELD(mixture_call, activate),
     FIELD(mixture_call, chosen), FIELD(mixture_call, gathered), FIELD(mixture_call, inner), FIELD(mixture_call, quantized),
     FIELD(mixture_call, experts), FIELD(mixture_call, x_stride), FIELD(mixture_call, sum),
     FIELD(mixture_call, weighs_inputs), FIELD(mixture_call, passes_rest),
@@ -180,6 +181,7 @@ static const struct layout_entry layout[] = {
     FIELD(step, buffers), FIELD(step, sampled), FIELD(step, query_start), FIELD(step, sample_start), FIELD(step, seq_lens),
     FIELD(step, kept_lens), FIELD(step, groups), FIELD(step, rows), FIELD(step, num_sampled), FIELD(step, num_seqs), FIELD(step, adapter_slots),
     FIELD(step, sampled_slots), FIELD(step, adapter_weights), FIELD(step, t), FIELD(step, num_slots), FIELD(step, t_stride),
+    FIELD(step, selection_words),
 
     VALUE("operation_kind", "LINEAR", OP_LINEAR), VALUE("operation_kind", "NORM", OP_NORM),
     VALUE("operation_kind", "ROTATE", OP_ROTATE), VALUE("operation_kind", "STORE_KV", OP_STORE_KV),
@@ -197,7 +199,7 @@ static const struct layout_entry layout[] = {
     VALUE("routing_scores", "SOFTMAX_OF_CHOSEN", SCORES_SOFTMAX_OF_CHOSEN),
     VALUE("routing_scores", "SOFTMAX_OF_NEAR", SCORES_SOFTMAX_OF_NEAR),
     VALUE("operation_kind", "ACTIVATE", OP_ACTIVATE), VALUE("operation_kind", "ADD", OP_ADD),
-    VALUE("operation_kind", "COPY", OP_COPY), VALUE("operation_kind", "HEADS", OP_HEADS),
+    VALUE("operation_kind", "COPY", OP_COPY), VALUE("operation_kind", "HEADS", OP_HEADS), VALUE("operation_kind", "SELECT", OP_SELECT),
 
     VALUE("multiplier", "PLAIN", MULTIPLIER_PLAIN), VALUE("multiplier", "SIGMOID", MULTIPLIER_SIGMOID),
     VALUE("multiplier", "SOFTPLUS", MULTIPLIER_SOFTPLUS),

@@ -157,6 +157,15 @@ static void gate_inner(const void *given, size_t task, void *scratch) {
     if (task * GATHERED_ROWS < call.rows) job->isa->clamped_gate[job->dtype](&call, task, scratch);
 }
 
+static void activate_inner(const void *given, size_t task, void *scratch) {
+    const struct mixture_job *job = given;
+    struct activate_call call = job->call->activate;
+    call.x = call.out = job->call->inner;
+    call.rows = job->plan->num_places;
+    call.rows_per_task = GATHERED_ROWS;
+    if (task * GATHERED_ROWS < call.rows) job->isa->activate[job->dtype](&call, task, scratch);
+}
+
 static void quantize_inner(const void *given, size_t task, void *scratch) {
     const struct mixture_job *job = given;
     const struct mixture_call *call = job->call;
@@ -209,6 +218,7 @@ size_t mixture_works(struct mixture_job *job, struct work works[MIXTURE_WORKS]) 
     works[count++] = (struct work){.function = multiply_up, .job = job, .n_tasks = threads,
                                    .scratch_bytes = linear_scratch_bytes(&call->up, rows, job->isa, job->dtype)};
     if (is_clamped(call)) works[count++] = (struct work){.function = gate_inner, .job = job, .n_tasks = gathers};
+    if (call->activate.columns > 0) works[count++] = (struct work){.function = activate_inner, .job = job, .n_tasks = gathers};
     if (call->down.format != NULL) works[count++] = (struct work){.function = quantize_inner, .job = job, .n_tasks = gathers};
     works[count++] = (struct work){.function = multiply_down, .job = job, .n_tasks = threads,
                                    .scratch_bytes = linear_scratch_bytes(&call->down, rows, job->isa, job->dtype)};

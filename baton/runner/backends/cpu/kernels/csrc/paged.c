@@ -195,8 +195,12 @@ int baton_store_kv(struct store_call *call) {
 /* How many tokens' rows a task of a selection has at most. */
 static int64_t selecting_tokens(const struct selection_call *call) { return ATTENTION_ROWS / call->keys.heads; }
 
-/* Cuts a checked selection into tasks. */
-static int plan_selection(struct selection_job *job, const struct selection_call *call) {
+/* There are at most ATTENTION_ROWS heads, of one key. */
+int check_selection(const struct selection_call *call) {
+    return call->keys.heads < 1 || call->keys.heads > ATTENTION_ROWS ? STATUS_BAD_INDEX : check_attention(&call->keys);
+}
+
+int plan_selection(struct selection_job *job, const struct selection_call *call) {
     const struct attention_call *keys = &call->keys;
     const int64_t step = selecting_tokens(call);
     *job = (struct selection_job){.call = call, .scratch_bytes = attention_scratch(keys)};
@@ -220,17 +224,19 @@ static int plan_selection(struct selection_job *job, const struct selection_call
     return STATUS_OK;
 }
 
-/* There are at most ATTENTION_ROWS heads, of one key. */
+struct work selection_work(const struct selection_job *job, const struct isa *isa, enum dtype dtype) {
+    size_t sums = (size_t)(selecting_tokens(job->call) * job->call->words) * KEY_TILE * sizeof(float);
+    return (struct work){.function = isa->select_keys[dtype], .job = job, .n_tasks = job->count,
+                         .scratch_bytes = job->scratch_bytes + sums};
+}
+
 int baton_select_keys(int isa, int dtype, const struct selection_call *call, int n_threads) {
     struct selection_job job;
-    if (call->keys.heads < 1 || call->keys.heads > ATTENTION_ROWS) return STATUS_BAD_INDEX;
-    int status = check_attention(&call->keys);
+    int status = check_selection(call);
     if (status != STATUS_OK) return status;
     status = plan_selection(&job, call);
     if (status == STATUS_OK) {
-        size_t sums = (size_t)(selecting_tokens(call) * call->words) * KEY_TILE * sizeof(float);
-        struct work work = {.function = isas[isa]->select_keys[dtype], .job = &job, .n_tasks = job.count,
-                            .scratch_bytes = job.scratch_bytes + sums};
+        struct work work = selection_work(&job, isas[isa], (enum dtype)dtype);
         status = run_works(&work, 1, n_threads, NULL);
     }
     free(job.tasks);

@@ -27,10 +27,11 @@ enum operation_kind {
     OP_ADD,
     OP_COPY,
     OP_HEADS,
+    OP_SELECT,
 };
 enum which_rows { ALL_ROWS, SAMPLED_ROWS };
 
-/* Copies row index[i] of x to row i of out; sizes and strides in bytes. */
+/* Copies row index[i] of x to row i of out; sizes and strides in bytes. Row_bytes 0: the rows are a selection's, as wide as the step says. */
 struct take_rows_call {
     const void *x;
     void *out;
@@ -57,6 +58,7 @@ union call {
     struct rotate_call rotate;
     struct store_call store;
     struct attention_call attention;
+    struct selection_call selection;
     struct take_rows_call take;
     struct quantize_call quantize;
     struct barrier_call barrier;
@@ -80,6 +82,7 @@ struct place {
 /* Most operations have at most two operands beside x and out: a norm's residual and sum, a rotation's cosines and sines, the values
  * that are stored with the keys, or what x is multiplied with or added to. A product's second operand is x before it is quantized, from
  * which adapters compute. A recurrence has four: beside its queries the keys, values, decays and betas. The fourth of a norm is its gate.
+ * An attention to selected keys has these as its second, and a selection the weights of its scores.
  * A route writes the chosen experts to its second; a mixture has these, their weights, the shared rows and their gates, and its room. */
 struct operation {
     int64_t kind, which_rows, group; /* group: of layers, which share block tables and slots */
@@ -107,6 +110,7 @@ struct step {
     const struct adapter_weights *const *adapter_weights; /* [products][num_slots] */
     float *t;                                             /* for the larger number of rows, [t_stride] each */
     int64_t num_slots, t_stride;
+    int64_t selection_words; /* of a row's selection */
 };
 
 struct prepared {
@@ -114,6 +118,7 @@ struct prepared {
     struct adapter_rows adapters;
     struct shrink_call shrink;
     struct attention_job job;
+    struct selection_job selection;
     struct mixture_job mixture;
     const struct prepared *earlier; /* of an attention that owns its plan: the one before it that does */
     int owns_plan;
@@ -214,6 +219,18 @@ static int complete_states(struct states *states, const struct operation *op, co
     return check_states(states);
 }
 
+/* Fills in the rows and blocks of a step, but for the query and out. */
+static void complete_attention(struct attention_call *call, const struct operation *op, const struct step *step, int64_t rows) {
+    const struct step_group *group = &step->groups[op->group];
+    call->query_start = op->which_rows == SAMPLED_ROWS ? step->sample_start : step->query_start;
+    call->seq_lens = step->seq_lens;
+    call->num_seqs = step->num_seqs;
+    call->rows = rows;
+    call->block_tables = group->block_tables;
+    call->table_width = group->table_width;
+    call->table_stride = group->table_stride;
+}
+
 /* The most works of an operation. */
 static size_t most_works(const struct operation *op) { return op->kind == OP_MIXTURE ? MIXTURE_WORKS : 2; }
 
@@ -263,24 +280,32 @@ static int prepare(struct prepared *to, struct work *works, size_t *n_works, con
     case OP_ATTENTION:
         call->attention.query = at(step, op->x);
         call->attention.out = at(step, op->out);
-        call->attention.query_start = sampled ? step->sample_start : step->query_start;
-        call->attention.seq_lens = step->seq_lens;
-        call->attention.num_seqs = step->num_seqs;
-        call->attention.rows = rows;
-        call->attention.block_tables = step->groups[op->group].block_tables;
-        call->attention.table_width = step->groups[op->group].table_width;
-        call->attention.table_stride = step->groups[op->group].table_stride;
+        call->attention.selected = at(step, op->second);
+        call->attention.selected_words = step->selection_words;
+        complete_attention(&call->attention, op, step, rows);
         status = prepare_attention(to, plans, n_threads);
         if (status != STATUS_OK) return status;
         /* Rows of no request, which a program of several ranks does not have: the others may have begun already. */
         clear_unused_rows(&call->attention, dtype);
         *n_works += attention_works(&to->job, isa, dtype, work);
         return STATUS_OK;
+    case OP_SELECT:
+        call->selection.keys.query = at(step, op->x);
+        call->selection.weights = at(step, op->second);
+        call->selection.selected = at(step, op->out);
+        call->selection.words = step->selection_words;
+        complete_attention(&call->selection.keys, op, step, rows);
+        status = check_selection(&call->selection);
+        if (status == STATUS_OK) status = plan_selection(&to->selection, &call->selection);
+        if (status != STATUS_OK) return status;
+        *work = selection_work(&to->selection, isa, dtype);
+        break;
     case OP_TAKE_ROWS:
         call->take.x = at(step, op->x);
         call->take.out = at(step, op->out);
         call->take.index = step->sampled;
         call->take.rows = rows;
+        if (call->take.row_bytes == 0) call->take.row_bytes = call->take.x_stride = step->selection_words * (int64_t)sizeof(uint64_t);
         *work = (struct work){.function = take_all_rows, .job = &call->take, .n_tasks = rows > 0};
         break;
     case OP_QUANTIZE:
@@ -403,6 +428,7 @@ int baton_run_program(int isa, const struct operation *operations, size_t count,
     for (size_t i = 0; prepared != NULL && i < count; i++) {
         if (prepared[i].owns_plan) free_attention_plan(&prepared[i].job);
         free_mixture_plan(&prepared[i].mixture);
+        free(prepared[i].selection.tasks);
     }
     free(work_times);
     free(works);

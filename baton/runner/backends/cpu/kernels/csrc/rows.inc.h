@@ -177,6 +177,8 @@ INLINE void activate_rows(const enum dtype dtype, const struct activate_call *ca
                 x = v_mul(x, v_set1(call->factor));
             else if (call->activation == ACTIVATION_DIVIDE)
                 x = v_div(x, v_set1(call->factor));
+            else if (call->activation == ACTIVATION_XIELU)
+                x = v_xielu(x, v_set1(call->positive), v_set1(call->negative), v_set1(call->linear), v_set1(call->near));
             else
                 x = v_activate((enum activation)call->activation, x);
             store_lanes(dtype, call->out, row * call->columns + i, count, x);

@@ -84,6 +84,7 @@ INLINE void select_rows(const enum dtype dtype, const struct selection_job *job,
     for (int64_t token = 0; token < task->token_count; token++) {
         const int64_t count = first_position + token + 1;
         uint64_t *selected = selection->selected + (first_row + token) * selection->words;
+        memset(selected, 0, (size_t)selection->words * sizeof *selected);
         if (count > selection->most)
             select_largest(sums + (size_t)(token * selection->words) * KEY_TILE, count, selection->most, selected);
         else

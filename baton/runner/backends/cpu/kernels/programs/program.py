@@ -22,8 +22,11 @@ from baton.runner.backends.cpu.kernels.attention import (
     require_cache,
     require_distance_bias,
     require_features,
+    require_key_dim,
     require_requests,
+    require_selecting,
     row_dtypes,
+    selection_structure,
     store_call,
 )
 from baton.runner.backends.cpu.kernels.barrier import GrowingMemory
@@ -35,6 +38,7 @@ from baton.runner.backends.cpu.kernels.call_structs import (
     OperationKind,
     Step,
     StepGroup,
+    TakeRowsCall,
 )
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.library import check_status, library
@@ -51,6 +55,7 @@ from baton.runner.backends.cpu.kernels.states import (
     require_skip,
 )
 from baton.runner.backends.device import CPU
+from baton.runner.backends.key_selection import num_words_of
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.routing import Routing
 from baton.runner.backends.state_calls import StateView
@@ -72,6 +77,8 @@ class Program(RowRecording):
         self._threads = threads
         self._operations = (Operation * 0)()
         self._times: list[ctypes.Array[ctypes.c_int64]] = []
+        self._selected: Rows | None = None
+        """The latest selection of all rows."""
         self._adapters: ProgramAdapters | None = None
         """The adapters of the program, for the table in the latest step that had any."""
 
@@ -86,21 +93,77 @@ class Program(RowRecording):
         self._kept.append(cache.memory)
         self._record(OperationKind.STORE_KV, key, Call(store=call), operands=(value,), group=group)
 
-    def paged_attention(self, query: Rows, cache: CacheView, group: int, how: AttentionFeatures, *, into: str) -> Rows:
-        """Record attention over the cache, with the block tables of a group of layers."""
+    def paged_attention(
+        self,
+        query: Rows,
+        cache: CacheView,
+        group: int,
+        how: AttentionFeatures,
+        *,
+        into: str,
+        key_dim: int | None = None,
+        selected: Rows | None = None,
+    ) -> Rows:
+        """Record attention over the cache, with the block tables of a group of layers.
+
+        `key_dim`: how many numbers of a key give its scores; None: all. `selected`: what `select_keys` gave for these
+        rows; None: they attend to all keys that they see.
+        """
         require_cache(cache)
-        heads = query.width // cache.key_dim
+        key_dim = cache.key_dim if key_dim is None else key_dim
+        require_key_dim(cache, key_dim)
+        heads = query.width // key_dim
         sinks = require_features(how, heads, cache)
         require_distance_bias(how, heads, CPU)
-        if query.width != heads * cache.key_dim:
-            raise KernelArgumentError("query", f"of {query.width} columns has no heads of {cache.key_dim}")
+        if query.width != heads * key_dim:
+            raise KernelArgumentError("query", f"of {query.width} columns has no heads of {key_dim}")
+        if selected is not None:
+            self._require_as_many(query, selected, "selected")
+            require_selecting(how)
         out, attended = self._attention_rows(into, heads * cache.value_dim, query.sampled)
-        call = attention_structure(how, heads, cache, sinks)
+        call = attention_structure(how, heads, cache, sinks, key_dim)
         call.query_stride, call.out_stride = query.stride, out.stride
         self._kept += [cache.memory, sinks, how.distance_bias]
-        self._record(OperationKind.ATTENTION, query, Call(attention=call), out=out, group=group)
+        self._record(OperationKind.ATTENTION, query, Call(attention=call), out=out, operands=(selected,), group=group)
         self._attended()
         return attended
+
+    def select_keys(
+        self, query: Rows, weights: Rows, cache: CacheView, group: int, *, first: int, scale: float, most: int
+    ) -> Rows:
+        """Record the selection of the keys to which each row attends (key_selection.py).
+
+        `weights`: float32 rows, one number for each head of the query. `first`, `scale`, `most`: as in SelectionCall.
+        A later selection takes the place of this one.
+        """
+        require_cache(cache)
+        heads = weights.width
+        if query.width % heads or query.stride != query.width or query.dtype != self._dtype:
+            raise KernelArgumentError("query", f"must be whole rows of {heads} heads in {self._dtype}")
+        if weights.dtype != torch.float32 or weights.stride != heads:
+            raise KernelArgumentError("weights", "must be whole rows of float32")
+        self._require_as_many(query, weights, "weights")
+        call = selection_structure(cache, heads, query.width // heads, first, scale, most)
+        out = self._buffers.selection(query.sampled)
+        self._kept.append(cache.memory)
+        self._record(OperationKind.SELECT, query, Call(selection=call), out=out, operands=(weights,), group=group)
+        if not query.sampled:
+            self._selected = out
+        return out
+
+    def latest_selection(self, *, sampling: bool) -> Rows:
+        """What was selected for all rows at last, or with `sampling` the copy for those that sample.
+
+        Raises KernelArgumentError if nothing was.
+        """
+        if self._selected is None:
+            raise KernelArgumentError("selected", "takes the selection of a layer that is not here")
+        if not sampling:
+            return self._selected
+        out = self._buffers.selection(sampled=True)
+        # The step says how long the rows are.
+        self._record(OperationKind.TAKE_ROWS, self._selected, Call(take=TakeRowsCall()), out=out)
+        return out
 
     def convolve(
         self,
@@ -220,7 +283,8 @@ class Program(RowRecording):
         """
         num_rows, num_sampled = layout.slots[0].shape[0], sampled.shape[0]
         self._require_step(arguments, layout, sampled)
-        buffers = self._buffers.addresses(arguments, max(num_rows, num_sampled))
+        words = num_words_of(layout.seq_lens) if self._buffers.has_selections else 0
+        buffers = self._buffers.addresses(arguments, max(num_rows, num_sampled), words)
         groups = (StepGroup * len(layout.slots))()
         for group, slots, tables in zip(groups, layout.slots, layout.block_tables, strict=True):
             group.slots, group.block_tables = slots.data_ptr(), tables.data_ptr()
@@ -236,6 +300,7 @@ class Program(RowRecording):
             num_rows,
             num_sampled,
             layout.seq_lens.shape[0],
+            selection_words=words,
         )
         if adapters is not None:
             kept = self._set_adapters(step, adapters, sampled)

@@ -27,6 +27,17 @@ from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, NOT_GATED, Ac
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
 from baton.runner.backends.cpu.kernels.weights import Packed, PackedPart, StackedWeight, columns_of
 
+_OF_OTHER_DTYPES = (
+    *(OperationKind.ROTATE, OperationKind.ROUTE, OperationKind.MIXTURE),
+    *(OperationKind.ATTENTION, OperationKind.SELECT),
+)
+"""Operations whose operands besides x and out may have other dtypes."""
+_TO_OTHER_DTYPES = (
+    *(OperationKind.LINEAR, OperationKind.GATE, OperationKind.ROUTE, OperationKind.TAKE_ROWS),
+    OperationKind.SELECT,
+)
+"""Operations whose x and out may have different dtypes."""
+
 
 class Recording:
     """Operations in the order in which they were recorded.
@@ -220,10 +231,10 @@ class Recording:
         """
         of = x if out is None else out
         dtype = (x.dtype if x is not None and kind is OperationKind.ROUTE else self._dtype) if dtype is None else dtype
-        # The operands that recurrences, rotations, routes and mixtures have checked may have other dtypes.
-        alike = {OperationKind.RECUR: 2, OperationKind.ROTATE: 0, OperationKind.ROUTE: 0, OperationKind.MIXTURE: 0}
+        # The operands that these operations have checked may have other dtypes.
+        alike = {OperationKind.RECUR: 2} | dict.fromkeys(_OF_OTHER_DTYPES, 0)
         same = [*operands[: alike.get(kind, len(operands))]]
-        if kind not in (OperationKind.LINEAR, OperationKind.GATE, OperationKind.ROUTE, OperationKind.TAKE_ROWS):
+        if kind not in _TO_OTHER_DTYPES:
             same += [x, out]
         if any(rows is not None and rows.dtype != dtype for rows in same):
             raise KernelArgumentError("into", f"and all operands must be {dtype}")

@@ -17,13 +17,14 @@ from baton.runner.backends.cpu.kernels.call_structs import (
 )
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.library import DTYPES
-from baton.runner.backends.cpu.kernels.product import CLAMP, DIVIDE, SCALE, Activation
+from baton.runner.backends.cpu.kernels.product import CLAMP, DIVIDE, SCALE
 from baton.runner.backends.cpu.kernels.programs.recording import Recording
 from baton.runner.backends.cpu.kernels.rows import (
     NO_LIMITS,
     GateActivation,
     GateFunction,
     Limits,
+    RowActivation,
     activate_structure,
     gate_structure,
     multiply_structure,
@@ -132,7 +133,7 @@ class RowRecording(Recording):
         self._record(OperationKind.MULTIPLY, x, Call(multiply=call), out=out, operands=(by,))
         return out
 
-    def activate(self, x: Rows, activation: Activation, *, into: str | Rows) -> Rows:
+    def activate(self, x: Rows, activation: RowActivation, *, into: str | Rows) -> Rows:
         """Record activation(x), rounded once."""
         out = self._out(into, x.width, x.sampled)
         call = activate_structure(x.width, x.stride, activation)
@@ -147,11 +148,11 @@ class RowRecording(Recording):
         return out
 
     def scale(self, x: Rows, factor: float, *, divides: bool = False, into: str | Rows) -> Rows:
-        """Record x * factor, or with `divides` x / factor, rounded once; `into` may be x."""
-        out = self._out(into, x.width, x.sampled)
+        """Record x * factor, or with `divides` x / factor, rounded once; `into` may be x. x may be float32."""
+        out = self._out(into, x.width, x.sampled, x.dtype)
         activation = DIVIDE if divides else SCALE
         call = ActivateCall(columns=x.width, x_stride=x.stride, activation=activation, factor=factor)
-        self._record(OperationKind.ACTIVATE, x, Call(activate=call), out=out)
+        self._record(OperationKind.ACTIVATE, x, Call(activate=call), out=out, dtype=x.dtype)
         return out
 
     def add(self, one: Rows, other: Rows, factor: float, *, into: str | Rows) -> Rows:

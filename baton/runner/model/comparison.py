@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from baton.runner.model.attention import LAYER_ARGUMENT
 from baton.runner.model.fused.attention import AngleLayout, Angles
 from baton.runner.model.probe_attention import EchoAttention
 from baton.runner.model.stored.layers import StoredLinear
@@ -115,9 +116,19 @@ def echoed(
     angles: dict[str, Any] = {"position_embeddings": given} if takes_angles else {}
     if "position_ids" in inspect.signature(type(child).forward).parameters:
         angles["position_ids"] = probe_places(x.shape[1]).to(x.device)[None]
+    angles |= told_layer(child)
     if takes_shared(child):
         angles["shared_kv_states"] = shared
     return echo, child(hidden_states=x, attention_mask=None, **angles)[0]
+
+
+def told_layer(child: nn.Module) -> dict[str, int]:
+    """The number of its layer as a part is told it with each call (`number_layers`), by the argument's name; or none.
+
+    Some parts are told nothing, and others may be left without it.
+    """
+    number: int | None = getattr(child, "baton_layer", None)
+    return {} if number is None else {LAYER_ARGUMENT: number}
 
 
 def takes_shared(child: nn.Module) -> bool:

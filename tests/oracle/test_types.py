@@ -192,7 +192,6 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
 
 WITHOUT_OWN_LOOP = {
     "longcat_flash",  # two attentions a layer
-    "jetmoe",  # attention of experts
     "bailing_hybrid",  # states
     *("gemma3n_text", "llama4_text"),  # rows of each layer, positions in the attention
 }
@@ -200,6 +199,7 @@ WITHOUT_OWN_LOOP = {
 WITHOUT_PROGRAM = {
     *WITHOUT_OWN_LOOP,
     "apertus",  # its activation
+    "jetmoe",  # experts of attention
     "nemotron_h",  # mixtures of narrow rows
     *("deepseek_v32", "glm_moe_dsa"),  # selected keys
     # Rows that are narrower here than a packed weight.

@@ -180,18 +180,23 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
     **LISTED_TYPES,
     **{f"{name}+windows": config for name, config in WITH_WINDOWS.items()},
     **{f"gemma4_text+{name}": config for name, config in GEMMA4_MODELS.items()},
+    "zamba2+two blocks": {
+        **LISTED_TYPES["zamba2"],
+        "layers_block_type": ["linear_attention", *["hybrid"] * 3],
+        "num_mem_blocks": 2,
+        "use_shared_attention_adapter": False,
+    },
     "falcon_h1+plain gates": {**LISTED_TYPES["falcon_h1"], "mamba_rms_norm": False, "ssm_out_multiplier": 1.0},
 }
 """By the type, and behind a plus what is special about this model of it."""
 
 WITHOUT_OWN_LOOP = {
-    "jetmoe",  # attention of experts
-    "zamba2",  # states
     "gemma3n_text",  # rows of each layer
 }
 """Types, or rows, whose layers transformers' loop computes."""
 WITHOUT_PROGRAM = {
     *WITHOUT_OWN_LOOP,
+    "jetmoe",  # experts of attention
 }
 """Types, or rows, whose layers are computed in more than one call of a step."""
 
@@ -334,10 +339,21 @@ def adapted(base: Path) -> str | list[str]:
 
 @pytest.mark.parametrize("row", OF_EACH_KIND)
 def test_adapters_give_the_tokens_of_peft(tmp_path: Path, row: str) -> None:
+    write_varied_model(tmp_path / "base", ROWS[row], seed=5)
+    require_tokens_of_peft(tmp_path, row, adapted(tmp_path / "base"))
+
+
+def test_adapters_change_the_terms_that_a_layer_adds_to_shared_products(tmp_path: Path) -> None:
+    write_varied_model(tmp_path / "base", ROWS["zamba2"], seed=5)
+    own = r"layers\.1\..*_list\.0\.[01]|layers\.3\..*_list\.1\.[01]"
+    require_tokens_of_peft(tmp_path, "zamba2", rf".*({own}|q_proj)$")
+
+
+def require_tokens_of_peft(tmp_path: Path, row: str, modules: str | list[str]) -> None:
+    """Compare the tokens with an adapter that changes these modules, beside requests without one; `base` is written."""
     base, adapter = tmp_path / "base", tmp_path / "adapter"
-    write_varied_model(base, ROWS[row], seed=5)
     runner = load(base, "float32")
-    write_peft_adapter(base, adapter, seed=1, target_modules=adapted(base), r=4, lora_alpha=8)
+    write_peft_adapter(base, adapter, seed=1, target_modules=modules, r=4, lora_alpha=8)
     digest = open_adapter(adapter).digest()
     runner.adapters.load(adapter, digest)
     given = {name: prompt for name, prompt in prompts(row).items() if len(prompt) < 100}

@@ -340,7 +340,7 @@ WITH_STATES: Mapping[str, _Fields] = {
         "n_mamba_heads": 8,
         "use_mem_rope": True,
         "use_shared_attention_adapter": True,
-        "adapter_rank": 8,
+        "adapter_rank": 32,  # wide enough for programs
         "chunk_size": 16,
     },
 }

@@ -6,6 +6,7 @@ Every attention module has an attribute `baton_attend`, to which it passes queri
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -37,6 +38,8 @@ ENCODER_DECODER_ATTENTION = "baton_encoder_decoder"
 """The attention of models with an encoder and a decoder; see baton/runner/encoder_decoder/attention.py."""
 KINDS_WITHOUT_CACHE = frozenset({"mlp", "moe"})
 """The layers, by transformers' names, that look at each token alone."""
+LAYER_ARGUMENT = "layer_idx"
+"""The name under which layers tell their parts the number of the layer."""
 _TOLD_WITH_CALLS = -1
 """What transformers has in place of the number of an attention's layer, if several layers share its weights."""
 
@@ -329,7 +332,8 @@ class AttendOwnHeads:
 
 
 def number_layers(module: nn.Module, num_layers: int) -> None:
-    """Give attention that is told the number of its layer with each call, as in zamba2, that number for itself."""
+    """Give parts that are told the number of their layer with each call, as zamba2's attention, that number for
+    themselves: as `baton_layer`, and to attention as `layer_idx`."""
     for part in module.modules():
         if isinstance(part, nn.ModuleList) and len(part) == num_layers:
             for index, layer in enumerate(part):
@@ -337,6 +341,8 @@ def number_layers(module: nn.Module, num_layers: int) -> None:
                 for inner in parts:
                     if getattr(inner, "layer_idx", None) == _TOLD_WITH_CALLS:
                         inner.layer_idx = index
+                    if inner is not layer and LAYER_ARGUMENT in inspect.signature(inner.forward).parameters:
+                        object.__setattr__(inner, "baton_layer", index)
 
 
 def bind(module: nn.Module, attend: AttendOrKeep, ranks: Ranks = ONE_RANK) -> None:

@@ -38,6 +38,7 @@ from baton.runner.model.fused.attention import (
     QueryScale,
     Rotation,
 )
+from baton.runner.model.fused.low_rank import terms_of, watched_terms
 from baton.runner.model.fused.reading_attention import ReadingAttention
 from baton.runner.model.fused.rows import AnyNorm, FusedLayerNorm, FusedNorm
 from baton.runner.model.probe_attention import EchoAttention
@@ -124,7 +125,8 @@ class AttentionRecogniser:
             cos, sin = (_LENGTH * part.to(x.device, angle_dtype) for part in (angles.cos(), angles.sin()))
             probe = _Probe(child, x, cos, sin, layout, are_complex, self._shared(x))
             try:
-                echo, _ = probe.echoed()
+                with watched_terms(child) as terms:
+                    echo, _ = probe.echoed()
             except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
                 # The module takes angles of another width, or other arguments.
                 why = why if is_called else f"called with {width} angles it raised {type(error).__name__}: {error}"
@@ -140,6 +142,8 @@ class AttentionRecogniser:
                 raise NotRecognised("queries, keys and values have different shapes")
             if weights.out[1].in_features != query.shape[1] * value.shape[2]:
                 raise NotRecognised("its last product takes other rows than attention gives")
+            if terms and len(weights.projections) == len(("q", "k", "v")):
+                weights = weights._replace(terms=terms_of(weights.projections, terms))
             recognise = self._reading if probe.shared.taken else self._whole
             fused, why = recognise(probe, weights, echo)
             if fused is not None:
@@ -333,7 +337,7 @@ def _value_factor(
     """What an attention layer multiplies values with, to pass `expected` to attention. 1.0 if no factor does that."""
     if weights.keys_are_values or weights.by_head or norms.value is not None:
         return 1.0
-    given = [part(probe.x[0]) for part in weights.projections.values()][-1]
+    given = weights.outputs(probe.x[0])[-1]
     values = given[:, -expected.shape[1] * expected.shape[2] :].view(expected.shape)
     if bound is not None:
         values = values.clamp(-bound, bound)
@@ -354,7 +358,7 @@ def _rotation(
     `expected`: of a layer without keys its queries alone, and `heads` has KH 0.
     """
     child, x = probe.child, probe.x[0]
-    given = torch.cat([part(x) for part in weights.projections.values()], dim=-1)
+    given = torch.cat(weights.outputs(x), dim=-1)
     if not weights.by_head and not weights.keys_are_values:
         given = given[:, : given.shape[1] - _width_of_values(weights, heads)]
     given = given.reshape(len(x), -1, heads[2])

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from baton.runner.model.attention import LAYER_ARGUMENT
 from baton.runner.model.fused.attention import AngleLayout, Angles
 from baton.runner.model.probe_attention import EchoAttention
 from baton.runner.model.row_positions import TokensBefore
@@ -119,9 +120,19 @@ def echoed(
         angles["position_ids"] = places[None]
     elif "past_key_values" in inspect.signature(type(child).forward).parameters:  # by which some count tokens
         angles["past_key_values"] = TokensBefore().begin(places)
+    angles |= told_layer(child)
     if takes_shared(child):
         angles["shared_kv_states"] = shared
     return echo, child(hidden_states=x, attention_mask=None, **angles)[0]
+
+
+def told_layer(child: nn.Module) -> dict[str, int]:
+    """The number of its layer as a part is told it with each call (`number_layers`), by the argument's name; or none.
+
+    Some parts are told nothing, and others may be left without it.
+    """
+    number: int | None = getattr(child, "baton_layer", None)
+    return {} if number is None else {LAYER_ARGUMENT: number}
 
 
 def takes_shared(child: nn.Module) -> bool:

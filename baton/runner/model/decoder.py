@@ -30,8 +30,9 @@ from baton.runner.model.attention import PagedAttention
 from baton.runner.model.layers import PackedLinear, head_of
 from baton.runner.model.loop.angles import AngleTables
 from baton.runner.model.loop.operations import RecordedRows, StepRows, operations_of
+from baton.runner.model.loop.seen import same_bits
 from baton.runner.model.loop.steps import FUSED_NORMS, FUSED_PARTS, Call, IsLimited, Mixer, Reader, needed_steps
-from baton.runner.model.loop.trace import LoopTrace, NotAPlainDecoder, same_bits
+from baton.runner.model.loop.trace import LoopTrace, NotAPlainDecoder
 from baton.runner.model.stage import NoHead
 
 

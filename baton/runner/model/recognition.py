@@ -33,8 +33,10 @@ from baton.runner.model.comparison import (
     like_input,
     like_weights,
     linears_of,
+    told_layer,
 )
 from baton.runner.model.fused.attention import CalledAsAttention
+from baton.runner.model.fused.low_rank import TermedMlp, terms_of, watched_terms
 from baton.runner.model.fused.rows import AnyNorm, FusedActivation, FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp
 from baton.runner.model.probe_attention import EchoAttention
 from baton.runner.model.states.layer_functions import keep_states_in_cache
@@ -218,7 +220,7 @@ def _plain_mlp(child: Any, operations: Operations, generator: torch.Generator, r
     return PlainMlp(operations, up, down, known or activation, [*linear], row_quantum)
 
 
-def _fused_mlp(child: Any, operations: Operations, generator: torch.Generator) -> FusedMlp | None:
+def _fused_mlp(child: Any, operations: Operations, generator: torch.Generator) -> FusedMlp | TermedMlp | None:
     linear = linears_of(child, _MLP_NAMES)
     if linear is None:
         return None
@@ -232,9 +234,14 @@ def _fused_mlp(child: Any, operations: Operations, generator: torch.Generator) -
     gate, up = weights if len(weights) == 2 else halves_of(weights[0])
     x = like_input(down, torch.randn(1, NUM_ROWS, gate.shape[1], dtype=torch.float32, generator=generator))
     try:
-        expected = child(x)
-    except (KeyError, TypeError):  # it asks for more than rows: zamba2's for the number of its layer
+        with watched_terms(child) as called:
+            expected = child(x, **told_layer(child))
+    except (KeyError, TypeError):  # it asks for more than rows
         return None
+    names, by_name = [*linear], dict(zip(linear, gate_and_up, strict=False))
+    if terms := terms_of(by_name, called):
+        termed = TermedMlp(operations, by_name, terms, (names[-1], down), activation)
+        return termed if agree(expected, termed(x)) else None
     norms = (part for part in child.children() if isinstance(part, AnyNorm) and part.width == down.in_features)
     norm = next(norms, None)
     factors = (1.0, 1.0) if norm else _factors_of_mlp(child, gate_and_up, down, activation, x, expected)

@@ -12,6 +12,7 @@ from transformers.models.jamba.modeling_jamba import mamba_selective_scan
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 
 from baton.runner.model.attention import number_layers
+from baton.runner.model.comparison import told_layer
 from baton.runner.model.states.keepers import Convolution, ProbeStates, RecurrentRows, UnsupportedState
 from baton.runner.model.states.layer_functions import keep_states_in_cache
 from tests.support.kernel_inputs import randn
@@ -126,6 +127,11 @@ def test_attention_that_is_told_its_layer_with_each_call_gets_the_number_of_its_
             super().__init__()
             self.layer_idx = layer_idx
 
-    layers = nn.ModuleList([Layer(0), nn.ModuleDict({"mamba": Layer(1), "attention": Layer(-1)})])
+    class Told(nn.Module):
+        def forward(self, x: torch.Tensor, layer_idx: int) -> torch.Tensor:
+            return x * layer_idx
+
+    layers = nn.ModuleList([Layer(0), nn.ModuleDict({"mamba": Layer(1), "attention": Layer(-1), "mlp": Told()})])
     number_layers(nn.ModuleDict({"others": nn.ModuleList([Layer(-1)]), "layers": layers}), 2)
     assert [part.layer_idx for part in layers.modules() if isinstance(part, Layer)] == [0, 1, 1]
+    assert [told_layer(part) for part in layers[1].children()] == [{}, {}, {"layer_idx": 1}]

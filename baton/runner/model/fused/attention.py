@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -25,6 +26,7 @@ from baton.runner.model.attention import (
     of_own_heads,
     require_no_mask,
 )
+from baton.runner.model.fused.low_rank import Term, TermedProducts
 from baton.runner.model.fused.rows import AnyNorm, FusedLayerNorm
 from baton.runner.model.stored.layers import weight_of
 
@@ -121,6 +123,13 @@ class AttentionWeights(NamedTuple):
     """Whether one product gives each head's query, key and value side by side, and not all queries first."""
     keys_are_values: bool = False
     """Whether the product of keys is that of values, too: they differ by norms and rotation."""
+    terms: Mapping[str, Term] = {}
+    """What is added to some of the products, by name; then there is one each for q, k and v."""
+
+    def outputs(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """What the products for q, k and v give of rows [T, K], with their terms."""
+        terms = {name: term.up(term.down(x)) for name, term in self.terms.items()}
+        return [part(x) + terms[name] if name in terms else part(x) for name, part in self.projections.items()]
 
 
 class HeadNorms(NamedTuple):
@@ -240,13 +249,17 @@ class FusedAttention(CalledAsAttention):
         """The parameters of the whole layer."""
         own_rows = self._rows_by_head() if given.by_head else self._own_rows(num_heads, num_kv_heads)
         weights = {name: weight_of(part) for name, part in given.projections.items()}
-        self._qkv = AdaptableProduct(
-            operations,
-            operations.pack_own(*rows_in([*weights.values()], own_rows)),
-            next(iter(weights.values())).shape[1],
-            [(name, weight.shape[0]) for name, weight in weights.items()],
-            own_rows if self._has_gates_in_queries or given.by_head else (),
-        )
+        self._qkv: AdaptableProduct | TermedProducts
+        if given.terms:
+            self._qkv = _termed(operations, given, own_rows)
+        else:
+            self._qkv = AdaptableProduct(
+                operations,
+                operations.pack_own(*rows_in([*weights.values()], own_rows)),
+                next(iter(weights.values())).shape[1],
+                [(name, weight.shape[0]) for name, weight in weights.items()],
+                own_rows if self._has_gates_in_queries or given.by_head else (),
+            )
         bias = joined_bias([*weights.values()], [part.bias for part in given.projections.values()])
         self._qkv_bias = None if bias is None else torch.cat([bias[rows.start : rows.stop] for rows in own_rows])
         self._gates: AdaptableProduct | None = None
@@ -261,7 +274,8 @@ class FusedAttention(CalledAsAttention):
 
     @property
     def products(self) -> Sequence[AdaptableProduct]:
-        return (self._qkv, self._out) if self._gates is None else (self._qkv, self._gates, self._out)
+        qkv = self._qkv.products if isinstance(self._qkv, TermedProducts) else (self._qkv,)
+        return (*qkv, self._out) if self._gates is None else (*qkv, self._gates, self._out)
 
     def _own_rows(self, num_heads: int, num_kv_heads: int) -> list[range]:
         """Where the own queries, the gates among them, keys and values are among the stacked outputs."""
@@ -454,6 +468,16 @@ class FusedAttention(CalledAsAttention):
         if norm.width != self._head_dim and self._operations.ranks.shard.size > 1:
             raise KernelArgumentError("x", "has only a rank's own heads, and the norm is of all heads")
         return norm.record(program, x, into=into)
+
+
+def _termed(operations: Operations, given: AttentionWeights, own_rows: Sequence[range]) -> TermedProducts:
+    """The products for q, k and v with their terms; `own_rows`: where a rank's are among all outputs."""
+    ends = accumulate(part.out_features for part in given.projections.values())
+    own = {
+        name: range(rows.start - end + part.out_features, rows.stop - end + part.out_features)
+        for (name, part), rows, end in zip(given.projections.items(), own_rows, ends, strict=True)
+    }
+    return TermedProducts(operations, given.projections, given.terms, own)
 
 
 def _of_heads(norm: AnyNorm | None, own: range) -> AnyNorm | None:

@@ -24,6 +24,7 @@ from baton.runner.model.loop.steps import (
     FUSED_PARTS,
     Call,
     Converted,
+    Joined,
     Mixer,
     Reader,
     Scaled,
@@ -372,6 +373,27 @@ class _TimesInputOperation:
         recorded.drop(self._drops)
 
 
+class _JoinedOperation:
+    """Rows side by side."""
+
+    def __init__(self, step: Joined, drops: Sequence[int]) -> None:
+        self._step = step
+        self._drops = drops
+
+    def run(self, step: StepRows) -> None:
+        step.rows[self._step.gives] = torch.cat([step.rows[number] for number in self._step.operands], dim=1)
+        _forget(step, self._drops)
+
+    def record(self, recorded: RecordedRows, into: Rows | None) -> None:
+        own, program = self._step, recorded.program
+        one, other = (recorded.rows[number] for number in own.operands)
+        both = program.scratch(recorded.for_sum(own.gives), one.width + other.width, sampled=one.sampled)
+        program.copy_columns(one, both, width=one.width)
+        program.copy_columns(other, both, width=other.width, to=one.width)
+        recorded.rows[own.gives] = both
+        recorded.drop(self._drops)
+
+
 def _forget(step: StepRows, numbers: Sequence[int]) -> None:
     for number in numbers:
         del step.rows[number]
@@ -395,6 +417,8 @@ def operations_of(steps: Sequence[Step], result: int, row_quantum: int) -> list[
             operations.append(_ScaledOperation(step, drops))
         elif isinstance(step, TimesInput):
             operations.append(_TimesInputOperation(step, drops))
+        elif isinstance(step, Joined):
+            operations.append(_JoinedOperation(step, drops))
         elif isinstance(step, Converted):
             operations.append(_ConvertedOperation(step, drops))
         elif isinstance(step.part, Mixer):

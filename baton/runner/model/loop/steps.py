@@ -5,7 +5,7 @@ Rows have numbers: 0 is the input of the first layer, and every step gives rows 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -16,13 +16,14 @@ from baton.runner.adapters.adaptable import AdaptableProduct
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.model.attention import PagedAttention
+from baton.runner.model.fused.low_rank import TermedMlp
 from baton.runner.model.fused.rows import FusedActivation, FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp
 from baton.runner.model.layers import PackedLinear
 from baton.runner.model.mixtures.fused import FusedMixture
 from baton.runner.model.mixtures.router import RoutedExperts
 
 FUSED_NORMS = (FusedNorm, FusedLayerNorm)
-FUSED_PARTS = (FusedMlp, PlainMlp, FusedMixture, RoutedExperts, PackedLinear, FusedActivation)
+FUSED_PARTS = (FusedMlp, TermedMlp, PlainMlp, FusedMixture, RoutedExperts, PackedLinear, FusedActivation)
 """Parts that aren't norms and compute each row alone, by Baton's operations."""
 
 
@@ -158,6 +159,19 @@ class TimesInput:
 
 
 @dataclass(frozen=True, slots=True)
+class Joined:
+    """one and other side by side."""
+
+    one: int
+    other: int
+    gives: int
+
+    @property
+    def operands(self) -> tuple[int, ...]:
+        return self.one, self.other
+
+
+@dataclass(frozen=True, slots=True)
 class Converted:
     """one in another dtype: float32, or from float32 that of most rows."""
 
@@ -170,7 +184,7 @@ class Converted:
         return (self.one,)
 
 
-Step = Call | Sum | Scaled | TimesInput | Converted
+Step = Call | Sum | Scaled | TimesInput | Joined | Converted
 
 
 def needed_steps(steps: Sequence[Step], result: int) -> list[Step]:
@@ -181,3 +195,14 @@ def needed_steps(steps: Sequence[Step], result: int) -> list[Step]:
             needed.update(step.operands)
             kept.append(step)
     return kept[::-1]
+
+
+def parts_of(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The parts of a layer by name; of a list, and of one that has a mixer and is more than that, its parts."""
+    for name, part in layer.named_children():
+        is_whole = isinstance(part, Mixer | Reader)
+        has_mixer = any(isinstance(inner, Mixer | Reader) for inner in part.modules())
+        if isinstance(part, nn.ModuleList) or (has_mixer and not is_whole):
+            yield from ((f"{name}.{inner}", child) for inner, child in parts_of(part))
+        else:
+            yield name, part

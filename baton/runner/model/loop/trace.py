@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from baton.runner.model.fused.attention import CalledAsAttention, Rotation
+from baton.runner.model.fused.low_rank import TermedMlp
 from baton.runner.model.layers import head_of
 from baton.runner.model.long_angles import LongAngles, is_rotary
 from baton.runner.model.loop.angles import AngleKind
@@ -26,17 +27,20 @@ from baton.runner.model.loop.factors import factors_of, numbers_of, own_factor
 from baton.runner.model.loop.layer_inputs import LayerInputs, has_layer_inputs
 from baton.runner.model.loop.logits_map import LogitsKind, LogitsMap
 from baton.runner.model.loop.positions import PositionRows, positions_of
+from baton.runner.model.loop.seen import are_angles, are_same, equal, flat, rows_of, tensors
 from baton.runner.model.loop.steps import (
     FUSED_NORMS,
     FUSED_PARTS,
     Call,
     Converted,
+    Joined,
     Mixer,
     Reader,
     Scaled,
     Step,
     Sum,
     TimesInput,
+    parts_of,
 )
 from baton.runner.model.mixtures.router import FusedRouter, RoutedExperts
 from baton.runner.model.probe_attention import EchoAttention
@@ -51,11 +55,6 @@ _ROTATED = 3
 
 class NotAPlainDecoder(Exception):
     """The model computes something that Baton's loop over the layers does not know; the message says what."""
-
-
-def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether two tensors are equal, where NaN equals NaN."""
-    return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
 
 
 class _HasLogits(Protocol):
@@ -114,6 +113,8 @@ class LoopTrace:
         """The numbers that layers have, and may multiply each of their parts' rows with."""
         self._rows: dict[int, torch.Tensor] = {}
         """The rows that steps may be given, each [T, N]: those since the last layer's end."""
+        self._first = torch.empty(0)
+        """The rows 0, which layers may ask for that are not the first one."""
         self._oldest: dict[int, int] = {}
         """The number of the oldest rows in a sum; of other rows their own."""
         self._count = 0
@@ -176,7 +177,7 @@ class LoopTrace:
                     behind(part, partial(self._left_part_of_base, f"{name} of {type(base).__name__}"))
             for layer in own:
                 kind = type(layer).__name__
-                for name, part in _parts_of(layer):
+                for name, part in parts_of(layer):
                     before(part, self._entered)
                     behind(part, partial(self._left, f"{name} of {kind}"))
                 is_end = layer is own[-1] and layer is not layers[-1]
@@ -184,7 +185,7 @@ class LoopTrace:
             before(head, self._entered_head)
             behind(head, self._left_head)
             yield
-        self._rows = {}
+        self._rows, self._first = {}, torch.empty(0)
 
     def end(self, logits: torch.Tensor) -> None:
         """Find out how the model's logits follow from its head's output. Raises NotAPlainDecoder."""
@@ -192,7 +193,7 @@ class LoopTrace:
             return
         kinds: tuple[LogitsKind, ...] = ("times", "over", "capped")
         maps = [LogitsMap(), *(LogitsMap(kind, number) for kind in kinds for number in self._numbers)]
-        found = next((fitting for fitting in maps if _equal(fitting(self._head_rows), logits)), None)
+        found = next((fitting for fitting in maps if equal(fitting(self._head_rows), logits)), None)
         if found is None:
             raise NotAPlainDecoder(f"{type(self._module).__name__} changes its head's output")
         self.logits_map, self._head_rows = found, None
@@ -201,16 +202,16 @@ class LoopTrace:
         if self._count or self._is_asking:
             return
         self.width, self.dtype = out.shape[-1], out.dtype
-        self._add(out)
+        self._first = self._rows[self._add(out)]
         if not isinstance(part, ReceivedRows) and has_layer_inputs(base):
-            token_ids, embedded = args[0][0], _flat(out)
+            token_ids, embedded = args[0][0], flat(out)
             self.layer_inputs = inputs = self._asking(lambda: LayerInputs.of(base, token_ids, embedded))
             self._inputs = self._asking(lambda: inputs.rows(token_ids, embedded))
 
     def _add(self, rows: torch.Tensor) -> int:
         """The number of rows that are new."""
         number, self._count = self._count, self._count + 1
-        self._rows[number] = _flat(rows).clone()
+        self._rows[number] = flat(rows).clone()
         self._oldest[number] = number
         return number
 
@@ -231,21 +232,21 @@ class LoopTrace:
         if self._is_asking or self._is_done or (self.layer_inputs is not None and part in self.layer_inputs.parts):
             return
         if (found := self._asking(lambda: positions_of(part, args, kwargs, out))) is not None:
-            self._by_position.append((found, _flat(out)))
+            self._by_position.append((found, flat(out)))
         elif self._count:
             self._left(name, part, args, kwargs, out)
 
     def _left(self, name: str, part: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         if self._is_asking:
             return
-        given, gives = _tensors(args, kwargs), _rows_of(out)
+        given, gives = tensors(args, kwargs), rows_of(out)
         if isinstance(part, FusedRouter):
             self._choice = _Choice(part, self._explained(given[0], f"{name} takes"), out)
             return
         num_given = sum(value is not None for value in (*args, *kwargs.values()))
         if not given or gives is None:
             raise NotAPlainDecoder(f"{name} takes or gives no rows")
-        if self._number_of(_flat(gives)) is not None or _equal(_flat(given[0]), _flat(gives)):
+        if self._number_of(flat(gives)) is not None or equal(flat(given[0]), flat(gives)):
             return  # dropout, which leaves rows as they are
         if gives.dtype != given[0].dtype:
             raise NotAPlainDecoder(f"{name} gives {gives.dtype} and takes {given[0].dtype}")
@@ -257,7 +258,7 @@ class LoopTrace:
         is_mixer = isinstance(part, Mixer | Reader)
         if not is_mixer and self._num_seen > self._num_mixed:
             raise NotAPlainDecoder(f"{name} is a {type(part).__name__}, no FusedAttention")
-        if not is_mixer and num_given > 1:
+        if not is_mixer and num_given > 1 and not isinstance(part, TermedMlp):
             raise NotAPlainDecoder(f"{name} takes more than rows")
         is_known = is_mixer or isinstance(part, FUSED_NORMS + FUSED_PARTS)
         if not is_known and not self._computes_rows_alone(part, given[0], gives):
@@ -269,10 +270,10 @@ class LoopTrace:
     def _computes_rows_alone(self, part: nn.Module, given: torch.Tensor, gives: torch.Tensor) -> bool:
         """Whether a part gives the same rows if it is given them in another order. A row's tokens may be anyone's."""
         try:
-            other = _rows_of(self._asking(lambda: part(given.flip(-2))))
+            other = rows_of(self._asking(lambda: part(given.flip(-2))))
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError):
             return False  # what it computes of these rows is decided by more than them
-        return other is not None and _equal(other.flip(-2), gives)
+        return other is not None and equal(other.flip(-2), gives)
 
     def _asking(self, call: Callable[[], Any]) -> Any:
         """What a call gives in which parts of the model are called that are not watched."""
@@ -283,10 +284,10 @@ class LoopTrace:
             self._is_asking = False
 
     def _kind_of_angles(self, name: str, part: nn.Module, args: Any, kwargs: Any) -> int | None:
-        told = next((value for value in (*args, *kwargs.values()) if _are_angles(value)), None)
+        told = next((value for value in (*args, *kwargs.values()) if are_angles(value)), None)
         if told is None:
             return None
-        found = next((rotation for rotation in self._rotations if _are_same(rotation.given, told)), None)
+        found = next((rotation for rotation in self._rotations if are_same(rotation.given, told)), None)
         if found is None:
             raise NotAPlainDecoder(f"{name} takes angles of no rotary module")
         rotation = part.rotation if isinstance(part, CalledAsAttention) else Rotation("halves", "halves")
@@ -299,39 +300,41 @@ class LoopTrace:
         self, name: str, is_end: bool, factor: float, _layer: nn.Module, _args: Any, _kwargs: Any, out: Any
     ) -> None:
         """`factor`: what the layer may multiply its rows with at its end."""
-        rows = _rows_of(out)
+        rows = rows_of(out)
         if rows is None:
             raise NotAPlainDecoder(f"{name} gives no rows")
-        scaled = None if factor == 1.0 else self._explained_as_scaled(_flat(rows), Scaled(0, 0, factor))
+        scaled = None if factor == 1.0 else self._explained_as_scaled(flat(rows), Scaled(0, 0, factor))
         self.result = self._explained(rows, f"{name} gives") if scaled is None else scaled
         self._rows = {self.result: self._rows[self.result]}
         self._is_done = is_end
 
     def _entered_head(self, _head: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._is_done:
-            given = _tensors(args, kwargs)[0]
-            found = self._number_of(_flat(given))
+            given = tensors(args, kwargs)[0]
+            found = self._number_of(flat(given))
             if found is None:
                 scalings = (Scaled(0, 0, *both) for both in product(self._numbers, (False, True)))
-                scaled = (self._explained_as_scaled(_flat(given), scaling) for scaling in scalings)
+                scaled = (self._explained_as_scaled(flat(given), scaling) for scaling in scalings)
                 found = next((number for number in scaled if number is not None), None)
             self.result = self._explained(given, "the head takes") if found is None else found
 
     def _left_head(self, _head: nn.Module, _args: Any, _kwargs: Any, out: torch.Tensor) -> None:
         if not self._is_done:
-            self._head_rows = _flat(out)
+            self._head_rows = flat(out)
 
     def _number_of(self, rows: torch.Tensor) -> int | None:
-        return next((number for number, known in self._rows.items() if _equal(known, rows)), None)
+        return next((number for number, known in self._rows.items() if equal(known, rows)), None)
 
     def _explained(self, given: torch.Tensor, what: str) -> int:
         """The number of rows [..., N], which are known or become so by a sum or a product of known ones."""
-        rows = _flat(given)
+        rows = flat(given)
         number = self._number_of(rows)
         if number is None and self._count == 1:
             number = self._explained_as_embedding(rows)
         if number is None and self.layer_inputs is not None and rows.shape[1] == self.layer_inputs.layer_width:
             number = self._explained_by_inputs(rows)
+        if number is None and rows.shape[1] > self.width:
+            number = self._explained_as_joined(rows)
         if number is None:
             number = self._explained_as_converted(rows)
         if number is None:
@@ -350,16 +353,28 @@ class LoopTrace:
         factors = (1.0, *self._numbers, *(number**0.5 for number in self._numbers if number > 0))
         for (part, added), factor in product(((None, None), *self._by_position), factors):
             scaled = self._rows[0] if factor == 1.0 else self._rows[0] * factor
-            if _equal(scaled if added is None else scaled + added, rows):
+            if equal(scaled if added is None else scaled + added, rows):
                 self.embedding_factor, self.position_rows = factor, part
-                self._rows[0] = rows.clone()
+                self._rows[0] = self._first = rows.clone()
                 return 0
+        return None
+
+    def _explained_as_joined(self, rows: torch.Tensor) -> int | None:
+        """The number of rows that are known ones and, beside them, others, or those of the embedding."""
+        known = {0: self._first, **self._rows}
+        for one, other in permutations(known, 2):
+            parts = known[one], known[other]
+            is_alike = parts[0].dtype == parts[1].dtype and sum(part.shape[1] for part in parts) == rows.shape[1]
+            if is_alike and equal(torch.cat(parts, dim=1), rows):
+                number = self._add(rows)
+                self.steps.append(Joined(one, other, number))
+                return number
         return None
 
     def _explained_as_converted(self, rows: torch.Tensor) -> int | None:
         """The number of rows that are known ones in another dtype."""
         others = (number for number, known in self._rows.items() if known.dtype != rows.dtype)
-        found = next((number for number in others if _equal(self._rows[number].to(rows.dtype), rows)), None)
+        found = next((number for number in others if equal(self._rows[number].to(rows.dtype), rows)), None)
         return None if found is None else self._add_converted(found, rows.dtype)
 
     def _add_converted(self, one: int, dtype: torch.dtype) -> int:
@@ -375,7 +390,7 @@ class LoopTrace:
         alike = [number for number, known in self._rows.items() if known.shape == rows.shape]
         for first, one in product(range(0, inputs.shape[1], width), alike):
             columns = range(first, first + width)
-            if _equal(self._rows[one] * inputs[:, first : columns.stop], rows):
+            if equal(self._rows[one] * inputs[:, first : columns.stop], rows):
                 number = self._add(rows)
                 self.steps.append(TimesInput(one, columns, number))
                 return number
@@ -384,10 +399,10 @@ class LoopTrace:
     def _explained_as_scaled(self, rows: torch.Tensor, scaled: Scaled) -> int | None:
         """The number of rows that are known ones, or the sum of two, and `scaled`, whose numbers of rows are none."""
         alike = [number for number, known in self._rows.items() if known.shape == rows.shape]
-        found = next((one for one in alike if _equal(scaled.of(self._rows[one]), rows)), None)
+        found = next((one for one in alike if equal(scaled.of(self._rows[one]), rows)), None)
         if found is None:
             pairs = permutations(alike, 2)
-            sums = (pair for pair in pairs if _equal(scaled.of(self._rows[pair[0]] + self._rows[pair[1]]), rows))
+            sums = (pair for pair in pairs if equal(scaled.of(self._rows[pair[0]] + self._rows[pair[1]]), rows))
             pair = next(sums, None)
             if pair is None:
                 return None
@@ -406,7 +421,7 @@ class LoopTrace:
         pairs = product((1.0, *self._of_layers), self._of_layers)
         for factors, (one, *others) in product(pairs, permutations(alike, 3)):
             sums = (self._sum_of_scaled(one, others, factors, count) for count in (_FEW, len(rows)))
-            if all(_equal(total, rows[: len(total)]) for total in sums):
+            if all(equal(total, rows[: len(total)]) for total in sums):
                 first = others[0] if factors[0] == 1.0 else self._add_scaled(others[0], Scaled(0, 0, factors[0]))
                 return self._add_sum(one, self._add_sum(first, others[1], factor=factors[1]), factor=1.0)
         return None
@@ -421,14 +436,14 @@ class LoopTrace:
         # Factors that were found once first, and all numbers only if that isn't enough.
         for factors in ([*self._factors], self._numbers):
             for factor, (one, *others) in product(factors, (*permutations(alike, 2), *permutations(alike, 3))):
-                if all(_equal(self._sum(one, others, factor, count), rows[:count]) for count in (_FEW, len(rows))):
+                if all(equal(self._sum(one, others, factor, count), rows[:count]) for count in (_FEW, len(rows))):
                     if factor not in self._factors:
                         self._factors.append(factor)
                     other = others[0] if len(others) == 1 else self._add_sum(*others, factor=1.0)
                     return self._add_sum(one, other, factor=factor)
         if rows.dtype == torch.float32:
             for one, other in permutations(alike, 2):
-                if self._rows[one].dtype != rows.dtype and _equal(self._rows[one].float() + self._rows[other], rows):
+                if self._rows[one].dtype != rows.dtype and equal(self._rows[one].float() + self._rows[other], rows):
                     return self._add_sum(self._add_converted(one, rows.dtype), other, factor=1.0)
         return None
 
@@ -449,42 +464,7 @@ class LoopTrace:
         return number
 
 
-def _parts_of(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The parts that a layer calls, with their names; it may have lists of them."""
-    for name, part in layer.named_children():
-        if isinstance(part, nn.ModuleList):
-            yield from ((f"{name}.{index}", inner) for index, inner in enumerate(part))
-        else:
-            yield name, part
-
-
-def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
-    return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-
-
 def _takes_choice(given: Sequence[torch.Tensor], choice: _Choice) -> bool:
     """Whether experts are given rows, and exactly which experts a router has chosen and their weights."""
     _, *others = given
     return len(others) == 2 and all(any(value is own for own in choice.given) for value in others)
-
-
-def _rows_of(out: Any) -> torch.Tensor | None:
-    rows = out[0] if isinstance(out, tuple) and out else out
-    return rows if isinstance(rows, torch.Tensor) else None
-
-
-def _are_angles(value: object) -> bool:
-    return (isinstance(value, tuple) and len(value) == 2) or (isinstance(value, torch.Tensor) and value.is_complex())
-
-
-def _are_same(given: Any, told: Any) -> bool:
-    """Whether angles are those that a rotary module has given."""
-    return given is told if isinstance(told, torch.Tensor) else given[0] is told[0]
-
-
-def _flat(rows: torch.Tensor) -> torch.Tensor:
-    return rows.reshape(-1, rows.shape[-1])
-
-
-def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    return ours.shape == theirs.shape and ours.dtype == theirs.dtype and same_bits(ours, theirs)

@@ -19,9 +19,10 @@ from torch.nn import functional
 
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.routing import Routing, Scores, choose
-from baton.runner.model.comparison import agree, children_of
+from baton.runner.model.comparison import agree, angle_widths, children_of
 from baton.runner.model.fused.attention import CalledAsAttention
 from baton.runner.model.fused.rows import FusedMlp, FusedNorm, PlainMlp
+from baton.runner.model.mixtures.attention import expert_attention_of
 from baton.runner.model.mixtures.fused import FusedMixture, MixtureParts
 from baton.runner.model.mixtures.router import FusedRouter, RouterParts
 from baton.runner.model.mixtures.stacked import Echo, Recognised, stacked_experts_of
@@ -84,12 +85,16 @@ class _Behind(NamedTuple):
 
 
 def fuse_mixtures(module: nn.Module, operations: Operations, dtype: torch.dtype) -> None:
-    """Replace the mixtures of a model that are recognised, whose MLPs and norms have been fused and experts have not.
+    """Replace the mixtures and the attention of experts of a model that are recognised.
 
-    `dtype`: of the rows.
+    MLPs and norms have been fused, and experts have not. `dtype`: of the rows.
     """
     with torch.inference_mode():
+        widths = angle_widths(module)
         for parent, name, child in children_of(module):
+            if (attention := expert_attention_of(child, operations, widths)) is not None:
+                setattr(parent, name, attention)
+                continue
             stacked = _stacked_experts_of(child)
             parts, router = _parts_of(child, dtype, stacked), None
             is_of_layer = any(isinstance(part, CalledAsAttention) for part in parent.children())

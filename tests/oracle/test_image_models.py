@@ -23,7 +23,7 @@ from baton.runner.execution.request_table import Grid, GridPositions
 from baton.runner.images import ImageEncoder, ImageProcessor
 from baton.runner.loading import load_runner
 from baton.runner.model import attention
-from baton.runner.model.fused.attention import Rotation
+from baton.runner.model.fused.rotation import Rotation
 from baton.runner.model.loop.angles import AngleKind, RotaryTable
 from baton.runner.model.mixtures import experts
 from baton.runner.model.transformer import Transformer

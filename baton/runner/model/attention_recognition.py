@@ -28,18 +28,10 @@ from baton.runner.model.comparison import (
     random_angles,
     takes_shared,
 )
-from baton.runner.model.fused.attention import (
-    GATE_ACTIVATIONS,
-    AngleLayout,
-    AttentionWeights,
-    FusedAttention,
-    HeadNorms,
-    OutputGate,
-    QueryScale,
-    Rotation,
-)
+from baton.runner.model.fused.attention import GATE_ACTIVATIONS, AttentionWeights, FusedAttention, HeadNorms, OutputGate
 from baton.runner.model.fused.low_rank import terms_of, watched_terms
 from baton.runner.model.fused.reading_attention import ReadingAttention
+from baton.runner.model.fused.rotation import AngleLayout, QueryScale, Rotation
 from baton.runner.model.fused.rows import AnyNorm, FusedLayerNorm, FusedNorm
 from baton.runner.model.probe_attention import EchoAttention
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from baton.runner.model.attention import LAYER_ARGUMENT
-from baton.runner.model.fused.attention import AngleLayout, Angles
+from baton.runner.model.fused.rotation import AngleLayout, Angles
 from baton.runner.model.probe_attention import EchoAttention
 from baton.runner.model.row_positions import TokensBefore
 from baton.runner.model.stored.layers import StoredLinear

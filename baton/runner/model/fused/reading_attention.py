@@ -14,7 +14,8 @@ from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import rows_in
 from baton.runner.model.attention import PagedAttention, of_own_heads
-from baton.runner.model.fused.attention import CalledAsAttention, FusedAttention, Rotation
+from baton.runner.model.fused.attention import CalledAsAttention, FusedAttention
+from baton.runner.model.fused.rotation import Rotation
 from baton.runner.model.fused.rows import AnyNorm
 from baton.runner.model.stored.layers import weight_of
 

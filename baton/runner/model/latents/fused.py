@@ -16,7 +16,8 @@ from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import rows_of
 from baton.runner.model.attention import AttentionParameters, PagedAttention
-from baton.runner.model.fused.attention import CalledAsAttention, GateActivation, Rotation, joined_bias
+from baton.runner.model.fused.attention import CalledAsAttention, GateActivation, joined_bias
+from baton.runner.model.fused.rotation import Rotation
 from baton.runner.model.fused.rows import AnyNorm
 from baton.runner.model.latents.heads import ROWS_AT_A_TIME, LatentHeads
 from baton.runner.model.stored.layers import weight_of

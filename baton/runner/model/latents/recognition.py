@@ -24,7 +24,8 @@ from baton.runner.model.comparison import (
     like_input,
     random_angles,
 )
-from baton.runner.model.fused.attention import GATE_ACTIVATIONS, Rotation
+from baton.runner.model.fused.attention import GATE_ACTIVATIONS
+from baton.runner.model.fused.rotation import Rotation
 from baton.runner.model.latents.fused import FusedLatentAttention, Parts
 from baton.runner.model.latents.heads import LatentHeads, take_heads
 from baton.runner.model.latents.indexer import Selections

@@ -21,7 +21,7 @@ from baton.runner.backends.key_selection import words_of
 from baton.runner.backends.operations import Operations
 from baton.runner.model.attention import AttendOrSelect, AttentionParameters, PagedAttention, UnsupportedAttention
 from baton.runner.model.comparison import KINDS, LAYOUTS, agree, like_input, random_angles
-from baton.runner.model.fused.attention import AngleLayout, Rotation
+from baton.runner.model.fused.rotation import AngleLayout, Rotation
 from baton.runner.model.latents.fused import FusedLatentAttention, Parts
 from baton.runner.model.latents.heads import LatentHeads, heads_of
 from baton.runner.model.latents.indexer import Indexer, Selections

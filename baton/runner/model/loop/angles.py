@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from baton.runner.backends.cpu.kernels.buffers import Rows
-from baton.runner.model.fused.attention import Angles, Rotation, cos_and_sin, whole_angles
+from baton.runner.model.fused.rotation import Angles, Rotation, cos_and_sin, whole_angles
 from baton.runner.model.long_angles import LongAngles
 
 _PIECE = 1024

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import nn
 
-from baton.runner.model.fused.attention import CalledAsAttention, Rotation
+from baton.runner.model.fused.attention import CalledAsAttention
 from baton.runner.model.fused.low_rank import TermedMlp
+from baton.runner.model.fused.rotation import Rotation
 from baton.runner.model.layers import head_of
 from baton.runner.model.long_angles import LongAngles, is_rotary
 from baton.runner.model.loop.angles import AngleKind

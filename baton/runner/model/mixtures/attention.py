@@ -19,7 +19,8 @@ from baton.runner.backends.operations import Operations
 from baton.runner.backends.routing import Routing
 from baton.runner.model.attention import AttentionParameters, PagedAttention
 from baton.runner.model.comparison import KINDS, LAYOUTS, NUM_ROWS, agree, like_input, random_angles
-from baton.runner.model.fused.attention import CalledAsAttention, Rotation
+from baton.runner.model.fused.attention import CalledAsAttention
+from baton.runner.model.fused.rotation import Rotation
 from baton.runner.model.probe_attention import EchoAttention
 from baton.runner.model.stored.layers import weight_of
 

@@ -35,16 +35,16 @@ TIMES: Mapping[str, int] = {
     **dict.fromkeys(("mamba_d_ssm", "hidden_size_per_layer_input", "mamba_dt_rank", "time_step_rank"), 32),
     **dict.fromkeys(("moe_intermediate_size", "shared_intermediate_size", "shared_expert_intermediate_size"), 16),
     **dict.fromkeys(("expert_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_latent_size"), 16),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "adapter_rank", "laurel_rank"), 16),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "adapter_rank", "laurel_rank"), 8),
     **dict.fromkeys(("index_topk", "sliding_window", "attention_chunk_size", "floor_scale"), 16),
     **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16),
     **dict.fromkeys(("head_dim", "v_head_dim", "kv_channels"), 8),
-    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "index_head_dim"), 8),
+    **dict.fromkeys(("qk_rope_head_dim", "index_head_dim"), 8),
     **dict.fromkeys(("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "num_heads"), 8),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 8),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 4),
     **dict.fromkeys(("linear_num_value_heads", "linear_num_key_heads", "linear_num_heads"), 4),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 4),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "qk_nope_head_dim"), 4),
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_d_state", "ssm_state_size", "state_size"), 4),
 }
 """How many times as large a number is as in the tests."""
@@ -60,6 +60,8 @@ def widened(fields: Mapping[str, Any]) -> dict[str, Any]:
         config["num_attention_heads_per_layer"] = [4 * heads for heads in config["num_attention_heads_per_layer"]]
     if config["model_type"] == "mamba2":
         config["head_dim"] //= 2  # its heads are twice as wide as the rows
+    if config["model_type"] in ("mamba", "falcon_mamba", "jamba"):
+        config.update({name: 16 for name in ("state_size", "mamba_d_state") if name in config})
     few_experts = [name for name in EXPERTS if config.get(name) == 4]
     config.update(dict.fromkeys(few_experts, 8))
     if few_experts and "moe_intermediate_size" not in config and "intermediate_size" in config:

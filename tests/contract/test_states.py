@@ -46,6 +46,9 @@ LAYERS: dict[str, Callable[..., StatefulRows]] = {
     "delta rule": recurred,
     "recurrence with a skip": lambda dtype, **how: recurred(dtype, rule="factor", norm_eps=None, **how),
     "decay of each key": lambda dtype, **how: recurred(dtype, decay_per_key=True, shape=(2, 17, 1), **how),
+    "rates of channels": lambda dtype, **how: recurred(
+        dtype, **{"has_rates": True, "rule": "factor", "norm_eps": None, "groups": 1, "shape": (150, 5, 1), **how}
+    ),
 }
 
 

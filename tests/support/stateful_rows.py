@@ -104,6 +104,7 @@ class Recurred(StatefulRows):
     rule: Literal["delta", "factor", "plain"] = "delta"
     """What betas are for: the delta rule, or values; with the latter there is a skip. "plain": there are none."""
     norm_eps: float | None = 1e-6
+    has_rates: bool = False
 
     def call(self, chunks: Sequence[Chunk], drafts: int = 0, padding: int = 0) -> RecurrenceCall:
         heads, key_dim, value_dim = self.shape
@@ -121,6 +122,7 @@ class Recurred(StatefulRows):
             self.step(chunks, drafts),
             self.rule == "delta",
             randn(heads, seed=6) if self.rule == "factor" else None,
+            randn(key_dim, heads, seed=7).abs() if self.has_rates else None,
         )
 
     def compute(self, operations: Any, chunks: Sequence[Chunk], **how: Any) -> torch.Tensor:

@@ -102,3 +102,8 @@ class RecurrenceCall:
     """Only where beta is given."""
     skip: torch.Tensor | None = None
     """float32 [H], contiguous."""
+    rates: torch.Tensor | None = None
+    """float32 [DK, H], contiguous: what decay [T, H] is multiplied by for each row of a head's state.
+
+    Only without norm_eps and the delta rule, where each head has one value (DV = 1) and all share one query and key.
+    """

@@ -56,7 +56,8 @@ def recur(call: RecurrenceCall) -> torch.Tensor:
             query = (query * call.scale).repeat_interleave(in_group, 0)[:, :, None]
             key = key.repeat_interleave(in_group, 0)[:, :, None]
             value = call.value[row].float()[:, None]
-            state = state * call.decay[row].exp().view(heads, -1, 1)
+            decay = call.decay[row] if call.rates is None else call.decay[row][:, None] * call.rates.T
+            state = state * decay.exp().view(heads, -1, 1)
             added = value
             if call.beta is not None:
                 lacking = value - (key * state).sum(1, keepdim=True) if call.has_delta_rule else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -126,10 +127,28 @@ def test_all_instruction_sets_compute_the_same_bits(dtype: torch.dtype, decay_pe
         rule: Any = "delta" if decay_per_key else "factor"
         recurred = Recurred(lengths=(45, 3), shape=(2, 33, 90), dtype=dtype, decay_per_key=decay_per_key, rule=rule)
         convolved = Convolved(lengths=(45, 3), shape=(3, 90), dtype=dtype)
-        found += [layer.compute(CompiledOperations(2, ""), layer.whole) for layer in (recurred, convolved)]
-        found += [layer.view.memory.nan_to_num() for layer in (recurred, convolved)]
-    for one, other in zip(found[4:], found, strict=False):
+        layers = (recurred, convolved, channels(dtype))
+        found += [layer.compute(CompiledOperations(2, ""), layer.whole) for layer in layers]
+        found += [layer.view.memory.nan_to_num() for layer in layers]
+    for one, other in zip(found[6:], found, strict=False):
         assert torch.equal(one, other)
+
+
+def channels(dtype: torch.dtype) -> Recurred:
+    """Heads with one value each, and rates."""
+    how: Any = {"rule": "factor", "norm_eps": None, "has_rates": True}
+    return Recurred(lengths=(45, 3), shape=(150, 5, 1), dtype=dtype, **how)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_channels_with_rates_have_the_bits_of_heads_with_decays(dtype: torch.dtype) -> None:
+    with_rates, with_decays = channels(dtype), channels(dtype)
+    call = with_decays.call(with_decays.whole)
+    assert call.rates is not None
+    decays = (call.decay[..., None] * call.rates.T).contiguous()
+    expected = kernels.recur(replace(call, decay=decays, rates=None), threads=1)
+    assert torch.equal(with_rates.compute(CompiledOperations(2, ""), with_rates.whole), expected)
+    assert torch.equal(with_rates.view.memory.nan_to_num(), with_decays.view.memory.nan_to_num())
 
 
 @settings(max_examples=25)

@@ -60,12 +60,6 @@ class RecurrentRows:
     has_delta_rule: bool = True
     skip: torch.Tensor | None = None
     rates: torch.Tensor | None = None
-    """float32 [H, DK]: what decay [T, H] is multiplied by for each row of a head's state; None: nothing."""
-
-    @property
-    def decays(self) -> torch.Tensor:
-        """The decay with its rates: float32 [T, H], or [T, H, DK]."""
-        return self.decay if self.rates is None else self.decay[..., None] * self.rates
 
 
 class RecordedRecurrence(NamedTuple):
@@ -167,7 +161,7 @@ class PagedStates:
                 dense(rows.query),
                 dense(rows.key),
                 dense(rows.value),
-                rows.decays.contiguous(),
+                rows.decay.contiguous(),
                 None if rows.beta is None else rows.beta.contiguous(),
                 rows.scale,
                 rows.norm_eps,
@@ -175,6 +169,7 @@ class PagedStates:
                 self._step(layer),
                 rows.has_delta_rule,
                 rows.skip,
+                None if rows.rates is None else rows.rates.contiguous(),
             )
         )
 
@@ -278,7 +273,8 @@ class EchoStates:
     def recur(self, layer: int, rows: RecurrentRows) -> torch.Tensor:
         given = [part for part in (rows.beta, rows.skip) if part is not None]
         how = [torch.tensor([number]) for number in (rows.norm_eps or 0.0, float(rows.has_delta_rule))]
-        self.seen.append((rows.query * rows.scale, rows.key, rows.value, rows.decays, *how, *given))
+        decay = rows.decay if rows.rates is None else rows.decay[..., None] * rows.rates.T
+        self.seen.append((rows.query * rows.scale, rows.key, rows.value, decay, *how, *given))
         value = rows.value.float()
         alike = (rows.query.float() * rows.key.float()).sum(-1, keepdim=True) * rows.scale
         alike = alike.repeat_interleave(value.shape[1] // alike.shape[1], dim=1)
@@ -315,7 +311,7 @@ class StatesOfOwnParts:
             decay=rows.decay[:, own],
             beta=None if rows.beta is None else rows.beta[:, own],
             skip=None if rows.skip is None else rows.skip[own],
-            rates=None if rows.rates is None else rows.rates[own],
+            rates=None if rows.rates is None else rows.rates[:, own],
         )
         computed = self._keep.recur(layer, part).flatten(1)
         every = self._ranks.gather(computed, [computed.shape[1]] * shard.size)

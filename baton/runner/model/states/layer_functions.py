@@ -195,7 +195,7 @@ def _mamba_scan(
         value.shape[1],
         has_delta_rule=False,
         skip=None if D is None else D.detach().float(),
-        rates=A.float(),
+        rates=A.float().T,
     )
     out = _states_of(layer).recur(layer.layer_idx, rows)[..., 0]
     out = out.transpose(0, 1).unsqueeze(0)

@@ -57,10 +57,10 @@ class SelectiveScan(GatedStateMixer):
         self._step_bias = None if step_bias is None else step_bias.float()
         self._out, self._out_bias = self._product(("out_proj", child.out_proj))
         self._by = filter_of(child.conv1d, "silu")
-        self._rates = -child.A_log.detach().float().exp()
+        self._rates = -child.A_log.detach().float().exp().T.contiguous()
         self._skip = child.D.detach().float()
         self._norm = PlainGate()
-        num_channels, key_dim = self._rates.shape
+        key_dim, num_channels = self._rates.shape
         self._num_channels = num_channels
         self._widths = [self._step.num_inputs, key_dim, key_dim]
         """Columns of steps, as their product takes them, of keys and of queries."""

@@ -41,7 +41,7 @@ def recur(call: RecurrenceCall, *, threads: int) -> torch.Tensor:
     key, value = _require_rows("key", call.key, key_dim), _require_rows("value", call.value, value_dim)
     out = value.new_empty(value.shape)
     structure = recurrence_structure(
-        call.state, query.shape[1], call.decay.ndim == 3, call.scale, call.norm_eps, call.skip
+        *(call.state, query.shape[1], call.decay.ndim == 3, call.scale, call.norm_eps, call.skip, call.rates)
     )
     structure.has_delta_rule = call.has_delta_rule and call.beta is not None
     structure.query, structure.key, structure.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
@@ -92,7 +92,7 @@ def recurrence_structure(
         value_dim=value_dim,
         scale=scale,
         norm_eps=norm_eps or 0.0,
-        decay_per_key=decay_per_key or rates is not None,
+        decay_per_key=decay_per_key,
         has_norm=norm_eps is not None,
         skip=None if skip is None else skip.data_ptr(),
         rates=None if rates is None else rates.data_ptr(),
@@ -144,8 +144,16 @@ def require_recurrence(call: RecurrenceCall) -> None:
         _require_float32("beta", call.beta, (rows, heads))
     require_numbers(call.scale, call.norm_eps)
     require_skip(call.skip, heads)
+    require_rates(
+        call.rates,
+        state,
+        groups=groups,
+        has_norm=call.norm_eps is not None,
+        has_delta_rule=call.has_delta_rule and call.beta is not None,
+        decays=call.decay[:1].numel() // heads if rows else 1,
+    )
     rows_of_heads = {"key": call.key, "value": call.value, "decay": call.decay, "beta": call.beta}
-    _require_device(query.device, **rows_of_heads, skip=call.skip, state=state.memory)
+    _require_device(query.device, **rows_of_heads, skip=call.skip, rates=call.rates, state=state.memory)
 
 
 def require_recurred_rows(
@@ -193,12 +201,21 @@ def require_skip(skip: torch.Tensor | None, heads: int) -> None:
         _require_float32("skip", skip, (heads,))
 
 
-def require_rates(rates: torch.Tensor | None, decay: Rows, state: StateView) -> None:
-    """Raises KernelArgumentError for rates of decay that are not one for each row of each head's state."""
-    if rates is not None:
-        _require_float32("rates", rates, tuple(state.shape[:2]))
-        if decay.width != state.shape[0]:
-            raise KernelArgumentError("decay", f"has {decay.width} columns, and with rates one for each head")
+def require_rates(
+    rates: torch.Tensor | None, state: StateView, *, groups: int, has_norm: bool, has_delta_rule: bool, decays: int
+) -> None:
+    """Raises KernelArgumentError for rates of decay that don't fit a recurrence.
+
+    `decays`: numbers of decay for each head.
+    """
+    if rates is None:
+        return
+    heads, key_dim, value_dim = state.shape
+    _require_float32("rates", rates, (key_dim, heads))
+    if value_dim != 1 or groups != 1 or has_norm or has_delta_rule:
+        raise KernelArgumentError("rates", "need values of one number, one query and key, no norm and no delta rule")
+    if decays != 1:
+        raise KernelArgumentError("decay", f"has {decays} numbers for each head, and with rates one")
 
 
 def require_state(state: StateView, shape: tuple[int, ...]) -> None:

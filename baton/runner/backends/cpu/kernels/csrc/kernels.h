@@ -386,7 +386,8 @@ struct recurrence_call {
     const float *decay;      /* [rows, heads], or [rows, heads, key_dim] with decay_per_key */
     const float *beta;       /* [rows, heads], what values are multiplied by, or NULL */
     const float *skip;       /* [heads], how much of the values is added to out, or NULL */
-    const float *rates;      /* [heads, key_dim], what decay [rows, heads] is multiplied by for each row of a state, or NULL */
+    const float *rates;      /* [key_dim, heads], what decay [rows, heads] is multiplied by for each row of a state; or NULL. With rates
+                              * value_dim and groups are 1, and neither has_norm nor has_delta_rule is set */
     int64_t query_stride, key_stride, value_stride, out_stride, decay_stride, beta_stride;
     int64_t heads, groups, key_dim, value_dim;
     int64_t columns_per_task; /* of a head's value_dim; a multiple of LANES */
@@ -404,6 +405,12 @@ static inline size_t padded_lanes(size_t columns) { return (columns + LANES - 1)
 /* Into how many tasks the columns of a head are cut. */
 static inline size_t recurrence_parts(const struct recurrence_call *call) {
     return ((size_t)call->value_dim + (size_t)call->columns_per_task - 1) / (size_t)call->columns_per_task;
+}
+
+/* How many heads of states with one column are a task, and how many such tasks a sequence has. */
+enum { CHANNELS_PER_TASK = 8 * LANES };
+static inline size_t channel_tasks(const struct recurrence_call *call) {
+    return ((size_t)call->heads + CHANNELS_PER_TASK - 1) / CHANNELS_PER_TASK;
 }
 
 /* Sets some columns of the rows that belong to no sequence to zero. */

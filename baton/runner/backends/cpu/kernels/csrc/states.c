@@ -32,12 +32,19 @@ struct work convolution_work(struct convolution_call *call, const struct isa *is
 struct work recurrence_work(struct recurrence_call *call, const struct isa *isa, enum dtype dtype, int n_threads) {
     const int64_t heads = call->states.num_seqs * call->heads, columns = (int64_t)padded_lanes((size_t)call->value_dim);
     struct work work = {.function = isa->recur[dtype], .job = call};
+    const int has_padding = call->states.query_start[call->states.num_seqs] < call->states.rows;
+    if (call->rates != NULL) {
+        work.n_tasks = (size_t)call->states.num_seqs * channel_tasks(call) + has_padding;
+        work.scratch_bytes = (CHANNELS_PER_TASK * (size_t)call->key_dim + 2 * RECURRENCE_TOKENS * padded_lanes((size_t)call->key_dim)) *
+                             sizeof(float); /* states; queries, keys */
+        return work;
+    }
     int64_t parts = 1;
     /* A task prepares queries and keys for all of its columns, but all threads need tasks. */
     if (heads > 0 && n_threads > 1 && heads < 4 * n_threads) parts = (4 * n_threads + heads - 1) / heads;
     call->columns_per_task = (columns / parts + SLICE_COLUMNS - 1) / SLICE_COLUMNS * SLICE_COLUMNS;
     if (call->columns_per_task > columns || call->columns_per_task == 0) call->columns_per_task = columns;
-    work.n_tasks = (size_t)heads * recurrence_parts(call) + (call->states.query_start[call->states.num_seqs] < call->states.rows);
+    work.n_tasks = (size_t)heads * recurrence_parts(call) + has_padding;
     work.scratch_bytes = ((size_t)(call->columns_per_task * call->key_dim) + 4 * RECURRENCE_TOKENS * padded_lanes((size_t)call->key_dim)) *
                          sizeof(float); /* states; queries, keys twice, factors */
     return work;

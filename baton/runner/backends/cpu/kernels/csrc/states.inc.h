@@ -123,13 +123,7 @@ INLINE void prepare_tokens(const enum dtype dtype, const struct recurrence_call 
         v16 factor = v_set1(rows->factor[t]);
         for (size_t i = 0; i < dim; i += LANES) {
             if (call->decay_per_key) {
-                v16 logarithm;
-                if (call->rates == NULL)
-                    logarithm = load_lanes(DTYPE_FLOAT32, call->decay, decay + i, lanes_left(i, dim));
-                else
-                    logarithm = v_mul(v_set1(call->decay[((size_t)row + t) * decays + (size_t)head]),
-                                      load_lanes(DTYPE_FLOAT32, call->rates, (size_t)head * dim + i, lanes_left(i, dim)));
-                factor = decay_factor(logarithm);
+                factor = decay_factor(load_lanes(DTYPE_FLOAT32, call->decay, decay + i, lanes_left(i, dim)));
                 v_store(rows->factors + t * rows->stride + i, factor);
             }
             v16 part = v_mul(v_load(key + i), v_set1(key_lengths[t]));
@@ -270,10 +264,81 @@ INLINE void recur(const enum dtype dtype, const int per_key, const struct recurr
     }
 }
 
+/* One token of LANES channels: the state [dim][LANES] decays, takes up the token's values, and is read by its query. */
+INLINE void step_channels(const enum dtype dtype, const struct recurrence_call *call, size_t channel, size_t row, const float *query,
+                          const float *key, float *state) {
+    const size_t heads = (size_t)call->heads, dim = (size_t)call->key_dim, lanes = lanes_left(channel, heads);
+    const v16 value = load_lanes(dtype, call->value, row * (size_t)call->value_stride + channel, lanes);
+    const v16 size = load_lanes(DTYPE_FLOAT32, call->decay, row * (size_t)call->decay_stride + channel, lanes);
+    v16 out = v_zero(), added = value;
+    if (call->beta != NULL) added = v_mul(load_lanes(DTYPE_FLOAT32, call->beta, row * (size_t)call->beta_stride + channel, lanes), value);
+    for (size_t i = 0; i < dim; i++, state += LANES) {
+        v16 factor = decay_factor(v_mul(size, load_lanes(DTYPE_FLOAT32, call->rates, i * heads + channel, lanes)));
+        v16 after = v_fma(v_set1(key[i]), added, v_mul(factor, v_load(state)));
+        out = v_fma(v_set1(query[i]), after, out);
+        v_store(state, after);
+    }
+    if (call->skip != NULL) out = v_fma(load_lanes(DTYPE_FLOAT32, call->skip, channel, lanes), value, out);
+    store_lanes(dtype, call->out, row * (size_t)call->out_stride + channel, lanes, out);
+}
+
+/* The states of LANES channels, in a block [dim] each, as [dim][LANES]. */
+INLINE void read_channels(const float *from, size_t lanes, size_t dim, float *to) {
+    for (size_t i = 0; i < dim; i++)
+        for (size_t lane = 0; lane < LANES; lane++) to[i * LANES + lane] = lane < lanes ? from[lane * dim + i] : 0.0f;
+}
+
+INLINE void write_channels(const float *from, size_t lanes, size_t dim, float *to) {
+    for (size_t lane = 0; lane < lanes; lane++)
+        for (size_t i = 0; i < dim; i++) to[lane * dim + i] = from[i * LANES + lane];
+}
+
+/* States of one column, with `rates`: a vector has one row of the states of LANES heads, the channels. The sums are those of recur. */
+INLINE void recur_channels(const enum dtype dtype, const struct recurrence_call *call, size_t task, float *scratch) {
+    const struct states *states = &call->states;
+    const size_t heads = (size_t)call->heads, dim = (size_t)call->key_dim, tasks_of_seq = channel_tasks(call);
+    if (task >= (size_t)states->num_seqs * tasks_of_seq) {
+        clear_columns(dtype, states, call->out, (size_t)call->out_stride, 0, heads);
+        return;
+    }
+    const int64_t seq = (int64_t)(task / tasks_of_seq);
+    const int64_t first_row = states->query_start[seq], tokens = states->query_start[seq + 1] - first_row;
+    const int64_t start = states->seq_lens[seq] - tokens;
+    const size_t first = task % tasks_of_seq * CHANNELS_PER_TASK;
+    const size_t end = first + CHANNELS_PER_TASK < heads ? first + CHANNELS_PER_TASK : heads;
+    const size_t query_stride = (size_t)call->query_stride, key_stride = (size_t)call->key_stride, stride = padded_lanes(dim);
+    float *own = scratch, *query = own + CHANNELS_PER_TASK * dim, *key = query + RECURRENCE_TOKENS * stride; /* own: [dim][LANES] each */
+    float lengths[RECURRENCE_TOKENS];
+    if (tokens == 0) return;
+    const float *before = state_before(states, seq, start);
+    if (before == NULL) memset(own, 0, CHANNELS_PER_TASK * dim * sizeof(float));
+    for (size_t channel = first; before != NULL && channel < end; channel += LANES)
+        read_channels(before + channel * dim, lanes_left(channel, heads), dim, own + (channel - first) * dim);
+    for (int64_t token = 0; token < tokens; token += RECURRENCE_TOKENS) {
+        const size_t count = (size_t)(tokens - token < RECURRENCE_TOKENS ? tokens - token : RECURRENCE_TOKENS);
+        const size_t row = (size_t)(first_row + token);
+        widen_tokens(dtype, call, call->key, row * key_stride, key_stride, count, 1.0f, key, stride, lengths);
+        widen_tokens(dtype, call, call->query, row * query_stride, query_stride, count, call->scale, query, stride, lengths);
+        for (size_t t = 0; t < count; t++)
+            for (size_t i = 0; i < dim; i += LANES)
+                v_store(query + t * stride + i, v_mul(v_load(query + t * stride + i), v_set1(lengths[t])));
+        for (size_t channel = first; channel < end; channel += LANES) {
+            float *state = own + (channel - first) * dim;
+            for (size_t t = 0; t < count; t++) {
+                step_channels(dtype, call, channel, row + t, query + t * stride, key + t * stride, state);
+                float *after = state_after(states, seq, start + token + (int64_t)t);
+                if (after != NULL) write_channels(state, lanes_left(channel, heads), dim, after + channel * dim);
+            }
+        }
+    }
+}
+
 #define RECUR(name, dtype)                                                             \
     TARGET static void name(const void *job, size_t task, void *scratch) {             \
         const struct recurrence_call *call = job;                                      \
-        if (call->decay_per_key)                                                       \
+        if (call->rates != NULL)                                                       \
+            recur_channels(dtype, call, task, scratch);                                \
+        else if (call->decay_per_key)                                                  \
             recur(dtype, 1, call, task, scratch);                                      \
         else                                                                           \
             recur(dtype, 0, call, task, scratch);                                      \

@@ -206,16 +206,23 @@ class Program(RowRecording):
     ) -> Rows:
         """Record a recurrence, with the block tables of a group of layers; decay and beta are float32 rows.
 
-        `rates`: float32 [H, DK]; the decay of each row of a head's state is then its rate times the head's decay.
+        `rates`: see `RecurrenceCall`.
         """
         require_recurred_rows(query, key, value, decay, beta, state)
         require_numbers(scale, norm_eps)
         heads, key_dim, value_dim = state.shape
         require_skip(skip, heads)
-        require_rates(rates, decay, state)
+        groups, has_delta_rule = query.width // key_dim, has_delta_rule and beta is not None
+        require_rates(
+            *(rates, state),
+            groups=groups,
+            has_norm=norm_eps is not None,
+            has_delta_rule=has_delta_rule,
+            decays=decay.width // heads,
+        )
         out = self._out(into, heads * value_dim, sampled=False)
-        call = recurrence_structure(state, query.width // key_dim, decay.width > heads, scale, norm_eps, skip, rates)
-        call.has_delta_rule = has_delta_rule and beta is not None
+        call = recurrence_structure(state, groups, decay.width > heads, scale, norm_eps, skip, rates)
+        call.has_delta_rule = has_delta_rule
         call.query_stride, call.key_stride, call.value_stride = query.stride, key.stride, value.stride
         call.out_stride, call.decay_stride = out.stride, decay.stride
         call.beta_stride = 0 if beta is None else beta.stride

@@ -288,15 +288,16 @@ def _alternating_updates(child: Any, operations: Operations, generator: torch.Ge
     result = streams.flip(0)[0] * 2
     own = [float(number) for number in child.buffers(recurse=False) if number.numel() == 1]
     factor = own[0] if len(own) == 1 else 1.0
-    for active in range(last.in_features):
-        updates = AlternatingUpdates(products, norm, factor, scales[0], active)
-        if (
-            agree(child.predict(streams), updates.predict(streams))
-            and agree(child.correct(streams, result), updates.correct(streams, result))
-            and agree(child.scale_corrected_output(result), updates.scale_corrected_output(result))
-        ):
-            return updates
-    return None
+
+    def outputs(part: Any) -> list[torch.Tensor]:
+        return [part.predict(streams), part.correct(streams, result), part.scale_corrected_output(result)]
+
+    try:
+        expected = outputs(child)
+    except (RuntimeError, TypeError, ValueError, AttributeError):
+        return None  # its layers have these names and do something else
+    of_each = (AlternatingUpdates(products, norm, factor, scales[0], active) for active in range(last.in_features))
+    return next((updates for updates in of_each if all(map(agree, expected, outputs(updates)))), None)
 
 
 def _state_mixer(child: Any, operations: Operations, generator: torch.Generator) -> StateMixer | None:

@@ -186,16 +186,18 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
         "num_mem_blocks": 2,
         "use_shared_attention_adapter": False,
     },
+    "gemma3n_text+sparse": {
+        **LISTED_TYPES["gemma3n_text"],
+        "activation_sparsity_pattern": [0.9, 0.0, 0.5, 0.0],
+        "altup_active_idx": 1,
+        "altup_correct_scale": False,
+    },
     "falcon_h1+plain gates": {**LISTED_TYPES["falcon_h1"], "mamba_rms_norm": False, "ssm_out_multiplier": 1.0},
 }
 """By the type, and behind a plus what is special about this model of it."""
 
-WITHOUT_OWN_LOOP = {
-    "gemma3n_text",  # rows of each layer
-}
-"""Types, or rows, whose layers transformers' loop computes."""
 WITHOUT_PROGRAM = {
-    *WITHOUT_OWN_LOOP,
+    "gemma3n_text",  # streams of rows
     "jetmoe",  # experts of attention
 }
 """Types, or rows, whose layers are computed in more than one call of a step."""
@@ -256,7 +258,7 @@ def test_drawn_tokens_depend_on_the_request_alone(row: str, in_bfloat16: TorchMo
 
 def test_the_loop_is_the_fastest_that_the_type_can_have(row: str, in_bfloat16: TorchModelRunner) -> None:
     transformer, names = in_bfloat16._transformer, {row, row.partition("+")[0]}
-    assert transformer.has_own_loop == names.isdisjoint(WITHOUT_OWN_LOOP), transformer.why_no_own_loop
+    assert transformer.has_own_loop, transformer.why_no_own_loop
     assert (transformer.why_no_programs == "") == names.isdisjoint(WITHOUT_PROGRAM), transformer.why_no_programs
 
 

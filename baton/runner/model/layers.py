@@ -1,9 +1,9 @@
 """Replaces every product of a model by a row-invariant one: a row's bits don't depend on how many rows there are.
 
-There are four kinds of products: linear layers (modules, which are replaced), experts (fused three-dimensional
-parameters, which are computed through transformers' ExpertsInterface: mixtures/experts.py), weights that a module
-multiplies itself with `F.linear` (a mixture's router), which become tensors that intercept the call, and small matrices
-that are computed for each row (`RowMatrices`). `ProductWatch` finds products that were missed.
+There are three kinds of products: linear layers (modules, which are replaced), experts (fused three-dimensional
+parameters, which are computed through transformers' ExpertsInterface: mixtures/experts.py), and weights that a module
+multiplies itself with `F.linear` (a mixture's router), which become tensors that intercept the call. `ProductWatch`
+finds products that were missed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts, hold_parameters
@@ -348,34 +347,6 @@ def _embeddings(module: nn.Module) -> dict[int, tuple[nn.Module, str]]:
             elif isinstance(part, nn.Embedding):
                 embeddings[part.weight.data_ptr()] = (parent, name)
     return embeddings
-
-
-class RowMatrices(TorchFunctionMode):
-    """While active, products of each row with a small matrix of its own, [1, T, M, K] and [1, T, K, N] to [1, T, M, N],
-    add in the order of K, in float32: torch's order may depend on the number of rows."""
-
-    _PRODUCTS = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__})
-    _LARGEST = 16
-    """The most numbers of a sum. More would take longer than in torch: they are left to it, as `ProductWatch` finds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_any = False
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func not in self._PRODUCTS or kwargs or not self._are_small(*args):
-            return func(*args, **(kwargs or {}))
-        self.has_any = True
-        one, other = args[0].float(), args[1].float()
-        out = one[..., :1] * other[..., :1, :]
-        for place in range(1, one.shape[-1]):
-            out = out + one[..., place : place + 1] * other[..., place : place + 1, :]
-        return out.to(args[0].dtype)
-
-    def _are_small(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        return one.ndim == other.ndim == 4 and one.shape[:2] == other.shape[:2] and one.shape[3] <= self._LARGEST
 
 
 class ProductWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from baton.runner.adapters.adaptable import AdaptableProduct
 from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.rows import Xielu
 from baton.runner.backends.operations import Operations
@@ -38,6 +39,7 @@ from baton.runner.model.comparison import (
 from baton.runner.model.fused.attention import CalledAsAttention
 from baton.runner.model.fused.low_rank import TermedMlp, terms_of, watched_terms
 from baton.runner.model.fused.rows import AnyNorm, FusedActivation, FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp
+from baton.runner.model.fused.streams import AlternatingUpdates
 from baton.runner.model.probe_attention import EchoAttention
 from baton.runner.model.states.layer_functions import keep_states_in_cache
 from baton.runner.model.states.mixers import StateMixer
@@ -60,6 +62,8 @@ _MLP_NAMES = (
 """What models call the linear layers of a gated MLP: of gate and up, and the last one."""
 _PLAIN_MLP_NAMES = (("up_proj", "down_proj"), ("c_fc", "c_proj"), ("fc1", "fc2"), ("dense_h_to_4h", "dense_4h_to_h"))
 """The same of an MLP without a gate."""
+_ALTERNATING_NAMES = ("modality_router", "prediction_coefs", "correction_coefs")
+"""What a part that predicts and corrects streams calls its linear layers: one for rows, two for what that one gives."""
 _OF_LAYER_NORMS = ({"weight"}, {"weight", "bias"})
 
 Release = Callable[[nn.Module], None]
@@ -87,6 +91,7 @@ def fuse(module: nn.Module, operations: Operations, row_quantum: int, release: R
                     _fused_mlp(child, operations, generator)
                     or _plain_mlp(child, operations, generator, row_quantum)
                     or _state_mixer(child, operations, generator)
+                    or _alternating_updates(child, operations, generator)
                     or attention.fused(child, generator)
                 )
             except NotRecognised as reason:
@@ -267,6 +272,32 @@ def _factors_of_mlp(
         if agree(expected, out):
             return of_gate, of_result
     return 1.0, 1.0
+
+
+def _alternating_updates(child: Any, operations: Operations, generator: torch.Generator) -> AlternatingUpdates | None:
+    """The updates that a part computes, whose norms are fused; None: it computes something else."""
+    linear = linears_of(child, (_ALTERNATING_NAMES,))
+    norm = next((part for part in child.children() if isinstance(part, FusedNorm)), None)
+    scales = [*child.parameters(recurse=False)]
+    if linear is None or norm is None or len(scales) != 1 or any(part.bias is not None for part in linear.values()):
+        return None
+    products = [AdaptableProduct.of_layer(operations, name, weight_of(part)) for name, part in linear.items()]
+    router, _, last = linear.values()
+    shape = (last.in_features, 1, NUM_ROWS, router.in_features)
+    streams = like_input(router, torch.randn(shape, dtype=torch.float32, generator=generator))
+    result = streams.flip(0)[0] * 2
+    own = [float(number) for number in child.buffers(recurse=False) if number.numel() == 1]
+    factor = own[0] if len(own) == 1 else 1.0
+
+    def outputs(part: Any) -> list[torch.Tensor]:
+        return [part.predict(streams), part.correct(streams, result), part.scale_corrected_output(result)]
+
+    try:
+        expected = outputs(child)
+    except (RuntimeError, TypeError, ValueError, AttributeError):
+        return None  # its layers have these names and do something else
+    of_each = (AlternatingUpdates(products, norm, factor, scales[0], active) for active in range(last.in_features))
+    return next((updates for updates in of_each if all(map(agree, expected, outputs(updates)))), None)
 
 
 def _state_mixer(child: Any, operations: Operations, generator: torch.Generator) -> StateMixer | None:

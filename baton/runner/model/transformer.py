@@ -32,7 +32,7 @@ from baton.runner.model.decode_graphs import DecodeGraphs
 from baton.runner.model.decoder import Decoder, GivenRows, HiddenAndLogits, ModelOutput, given_to
 from baton.runner.model.fused.reading_attention import ReadingAttention
 from baton.runner.model.latents.recognition import attend_to_latents, refuse_selections
-from baton.runner.model.layers import ProductWatch, RowMatrices, head_of, replace_products
+from baton.runner.model.layers import ProductWatch, head_of, replace_products
 from baton.runner.model.long_angles import LongAngles, replace_rotary
 from baton.runner.model.loop.trace import LoopTrace, NotAPlainDecoder
 from baton.runner.model.mixtures.recognition import fuse_mixtures
@@ -122,11 +122,7 @@ class Transformer(CachedModel):
         head = head_of(model.module)
         if head is not None:
             head.register_forward_pre_hook(self._keep_hidden)
-        self._row_matrices: RowMatrices | None = RowMatrices()
-        """None if rows have no matrices of their own."""
         own_layers, missed_products = self._probe_layers(model.architecture)
-        if not self._row_matrices.has_any:
-            self._row_matrices = None
         self.why_no_own_loop = ""
         """Why transformers' loop over the layers runs; empty when Baton's loop replaces it."""
         self._decoder = self._own_loop(self.dtype)
@@ -384,8 +380,6 @@ class Transformer(CachedModel):
         token_ids, places, rows = self._probe_rows()
         received = self._probe_received(rows.shape[0])
         try:
-            if self._row_matrices is not None:
-                raise NotAPlainDecoder("it multiplies rows with matrices of their own")
             with torch.inference_mode():
                 trace, expected = LoopTrace.of(
                     self._module, echo, lambda: self._forward(token_ids, places, rows, received)
@@ -467,10 +461,7 @@ class Transformer(CachedModel):
     ) -> ModelOutput:
         if received is not None:
             self._part.receive(received)
-        with (
-            nullcontext() if given is None else given_to(self._module.get_input_embeddings(), given),
-            self._row_matrices or nullcontext(),
-        ):
+        with nullcontext() if given is None else given_to(self._module.get_input_embeddings(), given):
             return self._call_module(token_ids, positions, logits_rows)
 
     def _call_module(

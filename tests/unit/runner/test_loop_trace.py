@@ -16,7 +16,7 @@ from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.model.loop.logits_map import LogitsMap
 from baton.runner.model.loop.operations import StepRows, operations_of
-from baton.runner.model.loop.steps import needed_steps
+from baton.runner.model.loop.steps import Call, needed_steps
 from baton.runner.model.loop.trace import LoopTrace, NotAPlainDecoder
 from baton.runner.model.probe_attention import EchoAttention
 from baton.runner.model.random_model import write_random_model
@@ -213,6 +213,15 @@ def test_logits_that_are_changed_otherwise_are_refused() -> None:
         logits = module(TOKENS[None])[0]
     with pytest.raises(NotAPlainDecoder, match="changes its head's output"):
         trace.end(logits + 1)
+
+
+def test_torch_computes_few_rows_as_it_computes_them_among_others() -> None:
+    (operation,) = operations_of([Call(nn.Sigmoid(), 0, 1)], 1, row_quantum=32)
+    every = torch.randn(1024, 1, generator=torch.Generator().manual_seed(0))
+    for first in range(0, 1024, 4):
+        step = StepRows({0: every[first : first + 4]}, {None: (NOTHING, NOTHING)}, None)
+        operation.run(step)
+        assert torch.equal(step.rows[1], torch.sigmoid(every)[first : first + 4])
 
 
 _LONG_BY_KIND = {

@@ -23,6 +23,7 @@ from baton.runner.model.loop.steps import (
     FUSED_NORMS,
     FUSED_PARTS,
     Call,
+    Columns,
     Converted,
     Joined,
     Mixer,
@@ -30,8 +31,10 @@ from baton.runner.model.loop.steps import (
     Scaled,
     Step,
     Sum,
+    SumInColumns,
     TimesInput,
 )
+from baton.runner.model.loop.streams import added_in
 
 
 @dataclass(slots=True)
@@ -157,12 +160,14 @@ class _PartOperation:
         step.rows[self._call.gives] = self._rows(*(step.rows[number] for number in self._call.operands))
         _forget(step, self._drops)
 
-    def _by_torch(self, x: torch.Tensor) -> torch.Tensor:
+    def _by_torch(self, *operands: torch.Tensor) -> torch.Tensor:
         # Behind the last mixer there may be only the rows that sample, which are not padded.
-        padded = functional.pad(x, (0, 0, 0, -x.shape[0] % self._row_quantum))
-        out = self._call.part(padded.unsqueeze(0))
+        num_rows = operands[0].shape[0]
+        num_padded = num_rows + -num_rows % self._row_quantum
+        padded = (functional.pad(x, (0, 0, 0, num_padded - num_rows)).unsqueeze(0) for x in operands)
+        out = self._call.part(*padded)
         rows: torch.Tensor = out[0] if isinstance(out, tuple) else out
-        return rows.reshape(padded.shape)[: x.shape[0]].contiguous()
+        return rows.reshape(num_padded, -1)[:num_rows].contiguous()
 
     def record(self, recorded: RecordedRows, into: Rows | None) -> None:
         call, part = self._call, self._call.part
@@ -394,6 +399,42 @@ class _JoinedOperation:
         recorded.drop(self._drops)
 
 
+class _ColumnsOperation:
+    """Some columns of rows."""
+
+    def __init__(self, step: Columns, drops: Sequence[int]) -> None:
+        self._step = step
+        self._drops = drops
+
+    def run(self, step: StepRows) -> None:
+        columns = self._step.columns
+        step.rows[self._step.gives] = step.rows[self._step.one][:, columns.start : columns.stop].contiguous()
+        _forget(step, self._drops)
+
+    def record(self, recorded: RecordedRows, into: Rows | None) -> None:
+        own, program, one = self._step, recorded.program, recorded.rows[self._step.one]
+        rows = program.scratch(recorded.for_sum(own.gives), len(own.columns), sampled=one.sampled)
+        program.copy_columns(one.columns(own.columns.start, own.columns.stop), rows, width=rows.width)
+        recorded.rows[own.gives] = rows
+        recorded.drop(self._drops)
+
+
+class _SumInColumnsOperation:
+    """Rows that are added to some columns of others."""
+
+    def __init__(self, step: SumInColumns, drops: Sequence[int]) -> None:
+        self._step = step
+        self._drops = drops
+
+    def run(self, step: StepRows) -> None:
+        one, other = (step.rows[number] for number in self._step.operands)
+        step.rows[self._step.gives] = added_in(one, other, self._step.columns)
+        _forget(step, self._drops)
+
+    def record(self, recorded: RecordedRows, into: Rows | None) -> None:
+        raise KernelArgumentError("one", "has sums in some columns alone")
+
+
 def _forget(step: StepRows, numbers: Sequence[int]) -> None:
     for number in numbers:
         del step.rows[number]
@@ -419,6 +460,10 @@ def operations_of(steps: Sequence[Step], result: int, row_quantum: int) -> list[
             operations.append(_TimesInputOperation(step, drops))
         elif isinstance(step, Joined):
             operations.append(_JoinedOperation(step, drops))
+        elif isinstance(step, Columns):
+            operations.append(_ColumnsOperation(step, drops))
+        elif isinstance(step, SumInColumns):
+            operations.append(_SumInColumnsOperation(step, drops))
         elif isinstance(step, Converted):
             operations.append(_ConvertedOperation(step, drops))
         elif isinstance(step.part, Mixer):

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from baton.runner.model.fused.streams import side_by_side
+
 
 def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     """Whether two tensors are equal, where NaN equals NaN."""
@@ -31,6 +33,9 @@ def are_same(given: Any, told: Any) -> bool:
 
 
 def flat(rows: torch.Tensor) -> torch.Tensor:
+    """Rows [.., N] as [T, N]; of several streams [S, 1, T, N] as [T, S * N]."""
+    if rows.ndim == 4 and rows.shape[1] == 1:
+        return side_by_side(rows)[0]
     return rows.reshape(-1, rows.shape[-1])
 
 

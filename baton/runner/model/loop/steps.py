@@ -18,6 +18,7 @@ from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.model.attention import PagedAttention
 from baton.runner.model.fused.low_rank import TermedMlp
 from baton.runner.model.fused.rows import FusedActivation, FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp
+from baton.runner.model.fused.streams import AlternatingUpdates
 from baton.runner.model.layers import PackedLinear
 from baton.runner.model.mixtures.fused import FusedMixture
 from baton.runner.model.mixtures.router import RoutedExperts
@@ -103,12 +104,12 @@ class Call:
     gives: int
     angles: int | None = None
     """The kind of the angles that a mixer or a reader takes; None: it takes none."""
-    routed_by: int | None = None
-    """The rows by which RoutedExperts choose experts; None: another part."""
+    beside: int | None = None
+    """Other rows that the part takes: RoutedExperts choose experts by them; None: it takes none."""
 
     @property
     def operands(self) -> tuple[int, ...]:
-        return (self.given,) if self.routed_by is None else (self.given, self.routed_by)
+        return (self.given,) if self.beside is None else (self.given, self.beside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +173,33 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
+class Columns:
+    """Some columns of one."""
+
+    one: int
+    columns: range
+    gives: int
+
+    @property
+    def operands(self) -> tuple[int, ...]:
+        return (self.one,)
+
+
+@dataclass(frozen=True, slots=True)
+class SumInColumns:
+    """one, with other added to each piece, as wide as it is, of some columns."""
+
+    one: int
+    other: int
+    columns: range
+    gives: int
+
+    @property
+    def operands(self) -> tuple[int, ...]:
+        return self.one, self.other
+
+
+@dataclass(frozen=True, slots=True)
 class Converted:
     """one in another dtype: float32, or from float32 that of most rows."""
 
@@ -184,7 +212,7 @@ class Converted:
         return (self.one,)
 
 
-Step = Call | Sum | Scaled | TimesInput | Joined | Converted
+Step = Call | Sum | Scaled | TimesInput | Joined | Columns | SumInColumns | Converted
 
 
 def needed_steps(steps: Sequence[Step], result: int) -> list[Step]:
@@ -198,7 +226,8 @@ def needed_steps(steps: Sequence[Step], result: int) -> list[Step]:
 
 
 def parts_of(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The parts of a layer by name; of a list, and of one that has a mixer and is more than that, its parts."""
+    """The parts of a layer by name; of a list, and of one that has a mixer and is more than that, its parts, and of
+    AlternatingUpdates both."""
     for name, part in layer.named_children():
         is_whole = isinstance(part, Mixer | Reader)
         has_mixer = any(isinstance(inner, Mixer | Reader) for inner in part.modules())
@@ -206,3 +235,5 @@ def parts_of(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from ((f"{name}.{inner}", child) for inner, child in parts_of(part))
         else:
             yield name, part
+        if isinstance(part, AlternatingUpdates):
+            yield from ((f"{name}.{inner}", child) for inner, child in part.named_children())

@@ -8,6 +8,7 @@ with the layers' inputs. Factors are numbers of the model's configuration, or of
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from torch import nn
 from baton.runner.model.fused.attention import CalledAsAttention
 from baton.runner.model.fused.low_rank import TermedMlp
 from baton.runner.model.fused.rotation import Rotation
+from baton.runner.model.fused.streams import StreamCorrection
 from baton.runner.model.layers import head_of
 from baton.runner.model.long_angles import LongAngles, is_rotary
 from baton.runner.model.loop.angles import AngleKind
@@ -43,6 +45,7 @@ from baton.runner.model.loop.steps import (
     TimesInput,
     parts_of,
 )
+from baton.runner.model.loop.streams import PartAround, parts_around, step_in_streams
 from baton.runner.model.mixtures.router import FusedRouter, RoutedExperts
 from baton.runner.model.probe_attention import EchoAttention
 from baton.runner.model.stage import OtherLayer, ReceivedRows, looped_parts_of
@@ -52,6 +55,10 @@ _FEW = 2
 """So many rows of a sum are compared before all are."""
 _ROTATED = 3
 """The first arguments of a rotary module: itself, rows, and positions."""
+
+
+_LIKE_ONE_OF_TWO = Scaled(0, 0, math.sqrt(2), divides=True)
+"""What makes the sum of two residuals as large as one of them; no configuration has its number."""
 
 
 class NotAPlainDecoder(Exception):
@@ -126,6 +133,8 @@ class LoopTrace:
         """What the last router gave that is a part of its own."""
         self._inputs: torch.Tensor | None = None
         """The layers' inputs [T, L * N] of the call that is watched."""
+        self._around: Sequence[PartAround] = ()
+        """What may make streams of rows before the layers, and rows of these behind them."""
         self._num_mixed = 0
         self._is_done = False
         self._is_asking = False
@@ -204,6 +213,7 @@ class LoopTrace:
             return
         self.width, self.dtype = out.shape[-1], out.dtype
         self._first = self._rows[self._add(out)]
+        self._around = parts_around(base)
         if not isinstance(part, ReceivedRows) and has_layer_inputs(base):
             token_ids, embedded = args[0][0], flat(out)
             self.layer_inputs = inputs = self._asking(lambda: LayerInputs.of(base, token_ids, embedded))
@@ -254,24 +264,25 @@ class LoopTrace:
         if is_experts(part) and self._choice is not None and _takes_choice(given, self._choice):
             source = self._explained(given[0], f"{name} takes")
             routed = RoutedExperts(self._choice.router, part)
-            self.steps.append(Call(routed, source, self._add(gives), routed_by=self._choice.source))
+            self.steps.append(Call(routed, source, self._add(gives), beside=self._choice.source))
             return
         is_mixer = isinstance(part, Mixer | Reader)
         if not is_mixer and self._num_seen > self._num_mixed:
             raise NotAPlainDecoder(f"{name} is a {type(part).__name__}, no FusedAttention")
-        if not is_mixer and num_given > 1 and not isinstance(part, TermedMlp):
+        if not is_mixer and num_given > 1 and not isinstance(part, TermedMlp | StreamCorrection):
             raise NotAPlainDecoder(f"{name} takes more than rows")
         is_known = is_mixer or isinstance(part, FUSED_NORMS + FUSED_PARTS)
-        if not is_known and not self._computes_rows_alone(part, given[0], gives):
+        if not is_known and not self._computes_rows_alone(part, given, gives):
             raise NotAPlainDecoder(f"{name} gives rows that depend on each other")
         source = self._explained(given[0], f"{name} takes")
+        beside = self._explained(given[1], f"{name} takes") if isinstance(part, StreamCorrection) else None
         angles = self._kind_of_angles(name, part, args, kwargs) if is_mixer else None
-        self.steps.append(Call(part, source, self._add(gives), angles))
+        self.steps.append(Call(part, source, self._add(gives), angles, beside))
 
-    def _computes_rows_alone(self, part: nn.Module, given: torch.Tensor, gives: torch.Tensor) -> bool:
+    def _computes_rows_alone(self, part: nn.Module, given: Sequence[torch.Tensor], gives: torch.Tensor) -> bool:
         """Whether a part gives the same rows if it is given them in another order. A row's tokens may be anyone's."""
         try:
-            other = rows_of(self._asking(lambda: part(given.flip(-2))))
+            other = rows_of(self._asking(lambda: part(*(rows.flip(-2) for rows in given))))
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError):
             return False  # what it computes of these rows is decided by more than them
         return other is not None and equal(other.flip(-2), gives)
@@ -337,11 +348,14 @@ class LoopTrace:
         if number is None and rows.shape[1] > self.width:
             number = self._explained_as_joined(rows)
         if number is None:
+            number = self._explained_in_streams(rows)
+        if number is None:
             number = self._explained_as_converted(rows)
         if number is None:
             number = self._explained_as_sum(rows)
         if number is None:
-            scaled = (self._explained_as_scaled(rows, Scaled(0, 0, factor)) for factor in self._of_layers)
+            scalings = (*(Scaled(0, 0, factor) for factor in self._of_layers), _LIKE_ONE_OF_TWO)
+            scaled = (self._explained_as_scaled(rows, scaling) for scaling in scalings)
             number = next((found for found in scaled if found is not None), None)
         if number is None:
             number = self._explained_as_sum_of_scaled(rows)
@@ -372,6 +386,14 @@ class LoopTrace:
                 return number
         return None
 
+    def _explained_in_streams(self, rows: torch.Tensor) -> int | None:
+        """The number of rows that are some columns of known ones, or have others added there."""
+        step = self._asking(lambda: step_in_streams(rows, self._rows, self._around, gives=self._count))
+        if step is None:
+            return None
+        self.steps.append(step)
+        return self._add(rows)
+
     def _explained_as_converted(self, rows: torch.Tensor) -> int | None:
         """The number of rows that are known ones in another dtype."""
         others = (number for number, known in self._rows.items() if known.dtype != rows.dtype)
@@ -398,16 +420,19 @@ class LoopTrace:
         return None
 
     def _explained_as_scaled(self, rows: torch.Tensor, scaled: Scaled) -> int | None:
-        """The number of rows that are known ones, or the sum of two, and `scaled`, whose numbers of rows are none."""
+        """The number of rows that are known ones, or the sum of two or three, and `scaled`, whose numbers of rows are
+        none."""
         alike = [number for number, known in self._rows.items() if known.shape == rows.shape]
         found = next((one for one in alike if equal(scaled.of(self._rows[one]), rows)), None)
         if found is None:
-            pairs = permutations(alike, 2)
-            sums = (pair for pair in pairs if equal(scaled.of(self._rows[pair[0]] + self._rows[pair[1]]), rows))
-            pair = next(sums, None)
-            if pair is None:
+            for one, *others in (*permutations(alike, 2), *permutations(alike, 3)):
+                sums = (scaled.of(self._sum(one, others, 1.0, count)) for count in (_FEW, len(rows)))
+                if all(equal(total, rows[: len(total)]) for total in sums):
+                    other = others[0] if len(others) == 1 else self._add_sum(*others, factor=1.0)
+                    found = self._add_sum(one, other, factor=1.0)
+                    break
+            else:
                 return None
-            found = self._add_sum(*pair, factor=1.0)
         return self._add_scaled(found, scaled)
 
     def _add_scaled(self, one: int, scaled: Scaled) -> int:

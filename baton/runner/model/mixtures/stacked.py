@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from baton.runner.backends.routing import ExpertKind
-from baton.runner.model.comparison import NUM_ROWS, agree
+from baton.runner.model.comparison import agree, agree_in_parts, small_and_large_rows
 from baton.runner.model.stored.plan import is_experts
 
 Call = Literal["chosen", "all"]
@@ -70,16 +70,17 @@ def stacked_experts_of(part: Any, generator: torch.Generator) -> Recognised | No
     count, total = down.shape[0], up.shape[0]
     kind = ExpertKind(weighs_inputs=call == "all", passes_rest=call == "chosen" and total > count)
     found = StackedExperts(part, count, is_transposed=is_transposed, kind=kind)
-    x = torch.randn(NUM_ROWS, width, dtype=torch.float32, generator=generator).to(up)
+    x = small_and_large_rows(width, generator)[0].to(up)
     outs = [_computed(found, number, x) for number in range(count)] + [x] * (total - count)
     try:
         if call == "all":
-            alike = total == count and agree(torch.cat(outs), part(x.repeat(total, 1)))
+            given = part(x.repeat(total, 1)).view(total, *x.shape)
+            alike = total == count and agree_in_parts(torch.stack(outs, dim=1), given.transpose(0, 1))
         else:
-            experts = torch.arange(total, device=x.device).repeat(NUM_ROWS, 1)
-            weights = torch.rand(NUM_ROWS, total, dtype=torch.float32, generator=generator).to(x.device)
+            experts = torch.arange(total, device=x.device).repeat(len(x), 1)
+            weights = torch.rand(len(x), total, dtype=torch.float32, generator=generator).to(x.device)
             terms = (out.float() * weights[:, number : number + 1] for number, out in enumerate(outs))
-            alike = agree(torch.stack([*terms]).sum(0).to(x.dtype), part(x, experts, weights))
+            alike = agree_in_parts(torch.stack([*terms]).sum(0).to(x.dtype), part(x, experts, weights))
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError):
         return None
     return Recognised(found, call) if alike else None

@@ -34,11 +34,14 @@ class StackedExperts(nn.Module):
         self.is_transposed = is_transposed
         self.baton_kind = kind
         self.act_fn = experts.act_fn
+        self.num_stacked: dict[str, int] = {}
+        """How many experts each parameter of the model has, by name."""
         self.gate_up_proj: nn.Parameter
         self.down_proj: nn.Parameter
         for name in ("gate_up_proj", "down_proj"):
-            weights = getattr(experts, name).detach()[:num_experts]
-            setattr(self, name, nn.Parameter(weights, requires_grad=False))
+            weights = getattr(experts, name).detach()
+            self.num_stacked[name] = len(weights)
+            setattr(self, name, nn.Parameter(weights[:num_experts], requires_grad=False))
 
     def _apply_gate(self, rows: torch.Tensor) -> torch.Tensor:
         gate, up = rows.chunk(2, dim=-1)

@@ -8,13 +8,14 @@ all experts one after the other, multiplied with their weights, which are zero f
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from baton.runner.backends.routing import ExpertKind
+from baton.runner.backends.routing import PLAIN_EXPERTS, ExpertKind
 from baton.runner.model.comparison import agree, agree_in_parts, small_and_large_rows
 from baton.runner.model.stored.plan import is_experts
 
@@ -28,25 +29,39 @@ class StackedExperts(nn.Module):
     has_gate = True
     has_bias = False
 
-    def __init__(self, experts: Any, num_experts: int, *, is_transposed: bool, kind: ExpertKind) -> None:
-        """`experts`: with weights [E, 2 I, K] and [E, K, I], or transposed; the first `num_experts` compute."""
+    def __init__(
+        self,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        *,
+        is_transposed: bool = False,
+        kind: ExpertKind = PLAIN_EXPERTS,
+    ) -> None:
+        """Weights [E, 2 I, K] and [E, K, I], or transposed. Experts that have no `down` don't compute."""
         super().__init__()
         self.is_transposed = is_transposed
         self.baton_kind = kind
-        self.act_fn = experts.act_fn
+        self.act_fn = activation
         self.num_stacked: dict[str, int] = {}
         """How many experts each parameter of the model has, by name."""
         self.gate_up_proj: nn.Parameter
         self.down_proj: nn.Parameter
-        for name in ("gate_up_proj", "down_proj"):
-            weights = getattr(experts, name).detach()
+        for name, weights in (("gate_up_proj", gate_up), ("down_proj", down)):
             self.num_stacked[name] = len(weights)
-            setattr(self, name, nn.Parameter(weights[:num_experts], requires_grad=False))
+            setattr(self, name, nn.Parameter(weights.detach()[: len(down)], requires_grad=False))
 
     def _apply_gate(self, rows: torch.Tensor) -> torch.Tensor:
         gate, up = rows.chunk(2, dim=-1)
         active: torch.Tensor = self.act_fn(gate) * up
         return active
+
+    def computed(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        """What an expert computes of rows x [T, K], by torch, before the weights are packed."""
+        up, down = self.gate_up_proj[number], self.down_proj[number]
+        if self.is_transposed:
+            up, down = up.T, down.T
+        return functional.linear(self._apply_gate(functional.linear(x, up)), down)
 
 
 class Recognised(NamedTuple):
@@ -72,9 +87,9 @@ def stacked_experts_of(part: Any, generator: torch.Generator) -> Recognised | No
     call: Call = "chosen" if len(inspect.signature(part.forward).parameters) > 1 else "all"
     count, total = down.shape[0], up.shape[0]
     kind = ExpertKind(weighs_inputs=call == "all", passes_rest=call == "chosen" and total > count)
-    found = StackedExperts(part, count, is_transposed=is_transposed, kind=kind)
+    found = StackedExperts(part.act_fn, up, down, is_transposed=is_transposed, kind=kind)
     x = small_and_large_rows(width, generator)[0].to(up)
-    outs = [_computed(found, number, x) for number in range(count)] + [x] * (total - count)
+    outs = [found.computed(number, x) for number in range(count)] + [x] * (total - count)
     try:
         if call == "all":
             given = part(x.repeat(total, 1)).view(total, *x.shape)
@@ -87,14 +102,6 @@ def stacked_experts_of(part: Any, generator: torch.Generator) -> Recognised | No
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError):
         return None
     return Recognised(found, call) if alike else None
-
-
-def _computed(experts: StackedExperts, number: int, x: torch.Tensor) -> torch.Tensor:
-    """What an expert computes of rows x [T, K]."""
-    up, down = experts.gate_up_proj[number], experts.down_proj[number]
-    if experts.is_transposed:
-        up, down = up.T, down.T
-    return functional.linear(experts._apply_gate(functional.linear(x, up)), down)
 
 
 class Echo(nn.Module):

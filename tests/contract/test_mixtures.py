@@ -73,7 +73,7 @@ def test_a_row_whose_logits_are_no_numbers_has_experts(operations: Any) -> None:
         assert all(sorted({*row}) == sorted(row) and 0 <= min(row) <= max(row) < EXPERTS for row in chosen.tolist())
 
 
-@pytest.mark.parametrize("given", ["nothing", "rows", "rows and gates"])
+@pytest.mark.parametrize("given", ["nothing", "rows", "rows and gates", "one row"])
 def test_sums_of_experts_equal_those_in_float64(operations: Any, given: str) -> None:
     for dtype, near in ((torch.float32, 1e-6), (torch.bfloat16, 2**-7)):
         outs, rows, gate = (
@@ -85,6 +85,7 @@ def test_sums_of_experts_equal_those_in_float64(operations: Any, given: str) -> 
         places[3] = -1
         places[5, 1] = -1
         weights = randn(9, 4, seed=3)
+        rows = rows[4:5] if given == "one row" else rows
         shared = None if given == "nothing" else SharedRows(rows, gate if given == "rows and gates" else None)
         out = operations.sum_experts(outs, places, weights, 1.5, shared)
         terms = outs.double()[places.long()] * (weights.double() * (places >= 0))[..., None]
@@ -93,7 +94,11 @@ def test_sums_of_experts_equal_those_in_float64(operations: Any, given: str) -> 
             expected += rows.double() * (gate.double().sigmoid() if shared.gate is not None else 1.0)
         assert out.dtype == dtype
         assert float((out.double() - expected).abs().max()) < near * float(expected.abs().max())
-        one = SharedRows(rows[4:5], gate[4:5] if shared and shared.gate is not None else None) if shared else None
+        one = (
+            SharedRows(rows.expand(9, -1)[4:5], gate[4:5] if shared and shared.gate is not None else None)
+            if shared
+            else None
+        )
         assert torch.equal(operations.sum_experts(outs, places[4:5], weights[4:5], 1.5, one)[0], out[4])
 
 

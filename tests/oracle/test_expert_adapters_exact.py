@@ -21,6 +21,7 @@ from baton.runner.spec import TorchSpec
 from tests.oracle.test_token_exact import BLOCK_SIZE, make_engine, make_prompts, run_all
 from tests.support.adapter_files import lora_tensors, write_adapter
 from tests.support.layer_number_models import GEMMA4_MODELS
+from tests.support.listed_types import LISTED_TYPES
 from tests.support.peft_adapters import generate_with_peft, write_peft_adapter
 from tests.support.tiny_models import TINY_MODELS
 from tests.support.varied_models import write_varied_model
@@ -78,6 +79,23 @@ def test_greedy_tokens_equal_those_of_peft(tmp_path: Path, name: str) -> None:
     )
     write_peft_adapter(base, tmp_path / "down", seed=3, **{**BOTH, "target_parameters": ["experts.down_proj"]})
     assert_tokens_are_those_of_peft(base, [tmp_path / "experts", tmp_path / "more", tmp_path / "down"])
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("llama4_text", "feed_forward.experts.gate_up_proj"),  # rows are weighted before
+        ("longcat_flash", "mlp.experts.gate_up_proj"),  # some of these experts are never used
+        ("nemotron_h", "mixer.experts.up_proj"),  # without gates
+    ],
+)
+def test_adapters_of_experts_of_other_kinds_equal_those_of_peft(tmp_path: Path, name: str, path: str) -> None:
+    base, (mixture, _, up) = tmp_path / "base", path.partition(".")
+    write_varied_model(base, LISTED_TYPES[name], seed=5)
+    both = [path, f"{mixture}.experts.down_proj"]
+    write_peft_adapter(base, tmp_path / "both", seed=1, **{**BOTH, "target_parameters": both})
+    write_peft_adapter(base, tmp_path / "up", seed=2, **{**BOTH, "r": 3, "target_parameters": [up]})
+    assert_tokens_are_those_of_peft(base, [tmp_path / "both", tmp_path / "up"])
 
 
 def test_adapters_of_a_router_beside_its_experts_equal_those_of_peft(tmp_path: Path) -> None:

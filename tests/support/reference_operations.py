@@ -175,7 +175,7 @@ def sum_experts(
         out = total.to(outs.dtype) if factor == 1.0 else total.to(outs.dtype) * factor
         if shared is not None:
             gate = 1.0 if shared.gate is None else torch.sigmoid(shared.gate[row])
-            out = out + shared.rows[row] * gate
+            out = out + shared.rows.expand(len(places), -1)[row] * gate
         rows.append(out)
     return torch.stack(rows) if rows else outs.new_empty(0, outs.shape[1])
 

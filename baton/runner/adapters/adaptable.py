@@ -237,11 +237,15 @@ class AdaptableExperts(_Adaptable):
     Each expert computes the rows that were routed to it.
     """
 
-    def __init__(self, operations: Operations, packed: Sequence[Any], num_outputs: int, num_inputs: int) -> None:
-        """`packed`: the weight of each expert; of a gated product gate and up."""
+    def __init__(
+        self, operations: Operations, packed: Sequence[Any], num_outputs: int, num_inputs: int, num_stacked: int
+    ) -> None:
+        """`packed`: the weight of each expert; of a gated product gate and up. `num_stacked`: how many experts'
+        weights, and parts of adapters, are stacked: behind those with products may be some that are never used."""
         super().__init__(operations)
         self.num_outputs = num_outputs
         self.num_inputs = num_inputs
+        self.num_stacked = num_stacked
         self.packed = packed
 
     @property

@@ -274,8 +274,9 @@ class ModelAdapters:
             experts = of_experts.setdefault(place.number, [[] for _ in range(place.product.num_experts)])
             if place.expert is None:
                 pair = tensors[a.name], tensors[b.name]
-                divided = divided_among_experts(*pair, factor, len(experts), swapped=fitting.swaps_experts)
-                of_experts[place.number] = [[*some, more] for some, more in zip(experts, divided, strict=True)]
+                divided = divided_among_experts(*pair, factor, place.num_stacked, swapped=fitting.swaps_experts)
+                used = divided[: len(experts)]
+                of_experts[place.number] = [[*some, more] for some, more in zip(experts, used, strict=True)]
             else:
                 experts[place.expert].append(LowRank(tensors[a.name], factor, outputs))
         return _Loaded(

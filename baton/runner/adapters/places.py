@@ -44,7 +44,7 @@ class Place:
     @property
     def num_stacked(self) -> int:
         """How many experts have their tensors in one."""
-        return self.product.num_experts if isinstance(self.product, AdaptableExperts) and self.is_stacked else 1
+        return self.product.num_stacked if isinstance(self.product, AdaptableExperts) and self.is_stacked else 1
 
 
 class ParameterNames(Protocol):

@@ -107,7 +107,7 @@ class SharedRows:
     """What is added to the sum of a row's experts."""
 
     rows: torch.Tensor
-    """[T, K]"""
+    """[T, K], or one row [1, K] that is added for all, such as a bias."""
     gate: torch.Tensor | None = None
     """[T, 1]: the rows are multiplied with its sigmoid before."""
 

@@ -20,12 +20,14 @@ from baton.runner.model.comparison import (
     NUM_ROWS,
     SharedKeys,
     agree,
+    agree_in_parts,
     echoed,
     factors_of,
     like_input,
     linears_of,
     probe_places,
     random_angles,
+    small_and_large_rows,
     takes_shared,
 )
 from baton.runner.model.fused.attention import GATE_ACTIVATIONS, AttentionWeights, FusedAttention, HeadNorms, OutputGate
@@ -35,7 +37,6 @@ from baton.runner.model.fused.rotation import AngleLayout, QueryScale, Rotation
 from baton.runner.model.fused.rows import AnyNorm, FusedLayerNorm, FusedNorm
 from baton.runner.model.probe_attention import EchoAttention
 
-_LARGE = 1000.0
 """Attention is compared for as many rows that are so much larger, too, since some of its numbers may be bounded."""
 _LENGTH = 1.25
 """Cosines and sines are so much larger, as those of some models are: otherwise a norm without a weight would give the
@@ -101,9 +102,7 @@ class AttentionRecogniser:
         if weights is None:
             return None
         first = next(iter(weights.projections.values()))
-        rows = torch.randn(1, 2 * NUM_ROWS, first.in_features, dtype=torch.float32, generator=generator)
-        rows[:, NUM_ROWS:] *= _LARGE
-        x = like_input(first, rows)
+        x = like_input(first, small_and_large_rows(first.in_features, generator))
         if strange := self._angle_dtypes - {x.dtype, torch.float32, torch.complex64}:
             raise NotRecognised(f"its rotary angles are {strange.pop()}, and its rows {x.dtype}")
         if len(self._angle_dtypes) > 1:
@@ -334,7 +333,7 @@ def _value_factor(
     if bound is not None:
         values = values.clamp(-bound, bound)
     factors = factors_of(probe.child)
-    return next((factor for factor in factors if _agree_in_parts(expected, values * factor)), 1.0)
+    return next((factor for factor in factors if agree_in_parts(expected, values * factor)), 1.0)
 
 
 def _rotation(
@@ -378,13 +377,13 @@ def _rotation(
         # A layer that rotates nothing doesn't show how its angles are laid out, and complex ones are in one way.
         if rotation.is_scale_alone and not probe.are_complex:
             continue
-        if not _agree_in_parts(expected[0], _turned(rows[0], norms.query, rotation, of_queries) * factor):
+        if not agree_in_parts(expected[0], _turned(rows[0], norms.query, rotation, of_queries) * factor):
             continue
         if len(expected) == 1:
             return rotation
         key = _turned(rows[1], norms.key, rotation, of_keys)
         for of_key in key_factors:
-            if _agree_in_parts(expected[1], key * of_key):
+            if agree_in_parts(expected[1], key * of_key):
                 return replace(rotation, key_factor=of_key)
     return None
 
@@ -421,7 +420,7 @@ def _same_attention(probe: _Probe, fused: FusedAttention) -> bool:
     own = fused.own_heads
     seen = (heads_in(rows, heads) for rows, heads in zip(theirs.seen[0], (own.queries, own.kv, own.kv), strict=True))
     pairs = zip(seen, ours.seen[0], strict=True)
-    return _agree_in_parts(expected[0], out) and all(_agree_in_parts(theirs, ours) for theirs, ours in pairs)
+    return agree_in_parts(expected[0], out) and all(agree_in_parts(theirs, ours) for theirs, ours in pairs)
 
 
 def _same_reading(probe: _Probe, fused: ReadingAttention) -> bool:
@@ -431,8 +430,8 @@ def _same_reading(probe: _Probe, fused: ReadingAttention) -> bool:
     own = fused.own_heads
     with fused.source.sharing(heads_in(key, own.kv), heads_in(value, own.kv)):
         ours, out = _echo_of(probe, fused)
-    same_queries = _agree_in_parts(heads_in(query, own.queries), ours.seen[0][0])
-    return same_queries and _agree_in_parts(expected[0], out)
+    same_queries = agree_in_parts(heads_in(query, own.queries), ours.seen[0][0])
+    return same_queries and agree_in_parts(expected[0], out)
 
 
 def _echo_of(probe: _Probe, fused: FusedAttention | ReadingAttention) -> tuple[EchoAttention, torch.Tensor]:
@@ -442,11 +441,3 @@ def _echo_of(probe: _Probe, fused: FusedAttention | ReadingAttention) -> tuple[E
     places = probe_places(probe.x.shape[1])
     cos, sin = fused.rotation.arranged(probe.cos[0], probe.sin[0], places)
     return echo, fused.rows(probe.x[0], cos, sin)
-
-
-def _agree_in_parts(expected: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether both the small rows and the large ones of two results agree."""
-    same = expected.shape == out.shape
-    return same and all(
-        agree(*parts) for parts in zip(*(torch.split(rows, NUM_ROWS) for rows in (expected, out)), strict=True)
-    )

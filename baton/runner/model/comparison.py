@@ -18,6 +18,8 @@ from baton.runner.model.stored.layers import StoredLinear
 
 NUM_ROWS = 5
 """So many rows are compared."""
+_LARGE = 1000.0
+"""So many times as large as others are rows that show where a module cuts numbers off."""
 LAYOUTS: tuple[AngleLayout, ...] = ("halves", "half", "pairs")
 KINDS: tuple[Literal["halves", "pairs", "none"], ...] = ("halves", "pairs", "none")
 _TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2}
@@ -146,6 +148,21 @@ def agree(expected: torch.Tensor, out: torch.Tensor) -> bool:
         return False
     difference = (expected.float() - out.float()).abs().max()
     return bool(difference <= _TOLERANCE[expected.dtype] * expected.float().abs().max())
+
+
+def small_and_large_rows(width: int, generator: torch.Generator) -> torch.Tensor:
+    """Random rows [1, 2 NUM_ROWS, width], float32; the second half is so large that it shows limits of a module."""
+    rows = torch.randn(1, 2 * NUM_ROWS, width, dtype=torch.float32, generator=generator)
+    rows[:, NUM_ROWS:] *= _LARGE
+    return rows
+
+
+def agree_in_parts(expected: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether both the small rows and the large ones of two results [2 NUM_ROWS, ...] agree."""
+    same = expected.shape == out.shape
+    return same and all(
+        agree(*parts) for parts in zip(*(torch.split(rows, NUM_ROWS) for rows in (expected, out)), strict=True)
+    )
 
 
 def angle_widths(module: nn.Module) -> list[int]:

@@ -27,6 +27,7 @@ from baton.runner.model.attention_recognition import AttentionRecogniser, NotRec
 from baton.runner.model.comparison import (
     NUM_ROWS,
     agree,
+    agree_in_parts,
     angle_dtypes_of,
     angle_widths,
     children_of,
@@ -34,6 +35,7 @@ from baton.runner.model.comparison import (
     like_input,
     like_weights,
     linears_of,
+    small_and_large_rows,
     told_layer,
 )
 from baton.runner.model.fused.attention import CalledAsAttention
@@ -145,6 +147,7 @@ def _fuse_norms_without_weights(module: nn.Module, operations: Operations, like:
 def gated_activation(apply_gate: Callable[[torch.Tensor], torch.Tensor]) -> Activation | None:
     """The activation `act` if `apply_gate` computes act(first half) * second half from [T, 2 N]; otherwise None."""
     x = torch.randn(16, 64, dtype=torch.float32, generator=torch.Generator().manual_seed(0)) * 3
+    x[8:] *= 1000  # rows that show limits
     gate, up = x.chunk(2, dim=-1)
     out = apply_gate(x)
     return next((name for name in _ACTIVATIONS if torch.allclose(out, activate(gate, name) * up, atol=1e-5)), None)
@@ -218,8 +221,8 @@ def _plain_mlp(child: Any, operations: Operations, generator: torch.Generator, r
     if not all(isinstance(part, nn.Dropout) for part in others):
         return None  # a whole layer, which takes more than rows
     up, down = linear.values()
-    x = like_input(up, torch.randn(1, NUM_ROWS, up.in_features, dtype=torch.float32, generator=generator))
-    if not agree(child(x), down(activation(up(x)))):
+    x = like_input(up, small_and_large_rows(up.in_features, generator))
+    if not agree_in_parts(child(x)[0], down(activation(up(x)))[0]):
         return None
     known = known_activation(activation) or _xielu_of(activation)
     return PlainMlp(operations, up, down, known or activation, [*linear], row_quantum)
@@ -237,7 +240,7 @@ def _fused_mlp(child: Any, operations: Operations, generator: torch.Generator) -
         return None
     weights = [weight_of(part) for part in gate_and_up]
     gate, up = weights if len(weights) == 2 else halves_of(weights[0])
-    x = like_input(down, torch.randn(1, NUM_ROWS, gate.shape[1], dtype=torch.float32, generator=generator))
+    x = like_input(down, small_and_large_rows(gate.shape[1], generator))
     try:
         with watched_terms(child) as called:
             expected = child(x, **told_layer(child))
@@ -246,12 +249,12 @@ def _fused_mlp(child: Any, operations: Operations, generator: torch.Generator) -
     names, by_name = [*linear], dict(zip(linear, gate_and_up, strict=False))
     if terms := terms_of(by_name, called):
         termed = TermedMlp(operations, by_name, terms, (names[-1], down), activation)
-        return termed if agree(expected, termed(x)) else None
+        return termed if agree_in_parts(expected[0], termed(x)[0]) else None
     norms = (part for part in child.children() if isinstance(part, AnyNorm) and part.width == down.in_features)
     norm = next(norms, None)
     factors = (1.0, 1.0) if norm else _factors_of_mlp(child, gate_and_up, down, activation, x, expected)
     fused = FusedMlp(operations, gate, up, weight_of(down), down.bias, activation, [*linear], norm, factors)
-    return fused if agree(expected, fused(x)) else None
+    return fused if agree_in_parts(expected[0], fused(x)[0]) else None
 
 
 def _factors_of_mlp(
@@ -269,7 +272,7 @@ def _factors_of_mlp(
     gates, up = torch.cat([part(x) for part in gate_and_up], dim=-1).chunk(2, dim=-1)
     for of_gate, of_result in product(factors, factors):
         out = down(activate(gates.float() * of_gate, activation).to(up.dtype) * up) * of_result
-        if agree(expected, out):
+        if agree_in_parts(expected[0], out[0]):
             return of_gate, of_result
     return 1.0, 1.0
 
@@ -337,8 +340,14 @@ def known_activation(function: Callable[[torch.Tensor], torch.Tensor]) -> Activa
 
 def _computes(function: Callable[[torch.Tensor], torch.Tensor], activation: Activation) -> bool:
     # The dtype is named, since another thread that loads a model changes the default.
-    x = torch.linspace(-9, 9, 256, dtype=torch.float32)
+    x = _numbers_of_all_sizes(torch.float32)
     return torch.allclose(function(x), activate(x, activation), atol=1e-6)
+
+
+def _numbers_of_all_sizes(dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of which the largest show where an activation cuts numbers off."""
+    large = torch.tensor([-1e4, -100, -20, 20, 100, 1e4], dtype=dtype)
+    return torch.cat((torch.linspace(-9, 9, 256, dtype=dtype), large))
 
 
 def _xielu_of(function: Callable[[torch.Tensor], torch.Tensor]) -> Xielu | None:
@@ -352,7 +361,7 @@ def _xielu_of(function: Callable[[torch.Tensor], torch.Tensor]) -> Xielu | None:
     if not -abs(negative) < zero * math.copysign(1, negative) <= 0:
         return None  # e^near is not between 0 and 1
     found = Xielu(two / 2 - one, negative, linear, math.log1p(zero / negative))
-    x = torch.linspace(-9, 9, 256, dtype=torch.float64)
+    x = _numbers_of_all_sizes(torch.float64)
     return found if torch.allclose(compute(x), found.of(x), atol=1e-6) else None
 
 

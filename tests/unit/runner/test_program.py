@@ -54,6 +54,17 @@ def test_products_write_float32_rows_and_norms_only_of_such() -> None:
         program.rms_norm(x, _randn(WIDTH), 1e-6, plus_one=False, into=program.argument(WIDTH, dtype=torch.float32))
 
 
+def test_nothing_is_taken_of_rows_without_columns() -> None:
+    """As of the angles of layers that rotate nothing; rows of no bytes mean a selection to the kernel."""
+    program = Program(torch.bfloat16, 1)
+    x, out = program.argument(WIDTH), program.argument(WIDTH)
+    assert program.take_sampled(x.columns(0, 0), into="nothing").width == 0
+    program.scale(x, 2.0, into=out)
+    program.timing = True
+    program.run([_randn(3, WIDTH), _randn(3, WIDTH)], one_request(3), torch.tensor([2]))
+    assert set(program.seconds()) == {"activate"}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_multiplied_and_divided_by_numbers_as_by_torch(dtype: torch.dtype) -> None:
     program = Program(dtype, 2)

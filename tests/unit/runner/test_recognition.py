@@ -70,12 +70,29 @@ def test_the_expected_parts_are_recognised(tmp_path: Path, name: str, dtype: str
     assert (fused(runner), runner._transformer.has_own_loop) == RECOGNISED[name]
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu_new", "sigmoid"])
-def test_another_activation_is_left_to_transformers(tmp_path: Path, activation: str) -> None:
+@pytest.mark.parametrize(
+    ("activation", "is_known"), [("relu", True), ("gelu_new", True), ("sigmoid", False), ("gelu_10", False)]
+)
+def test_another_activation_is_left_to_transformers(tmp_path: Path, activation: str, is_known: bool) -> None:
+    """gelu_new is the tanh approximation under another name, and gelu_10 is gelu up to 10."""
     runner = loaded(tmp_path, hidden_act=activation)
     assert runner.model.bit_exact
-    # gelu_new is the tanh approximation under another name.
-    assert fused(runner) == (3, 0 if activation == "sigmoid" else 3, 7)
+    assert fused(runner) == (3, 3 if is_known else 0, 7)
+
+
+def test_mlps_with_limits_that_few_rows_reach_are_left_to_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    def limited(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x).clamp(-10, 10))
+        return rows
+
+    monkeypatch.setattr(LlamaMLP, "forward", limited)
+    runner = loaded(tmp_path)
+    assert runner.model.bit_exact
+    assert fused(runner) == (3, 0, 7)
 
 
 def test_an_activation_without_a_gate_that_is_unknown_is_computed_by_torch(tmp_path: Path) -> None:

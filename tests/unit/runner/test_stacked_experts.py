@@ -41,8 +41,11 @@ def test_experts_are_recognised_by_what_they_give(name: str) -> None:
     found = stacked_experts_of(experts, torch.Generator().manual_seed(0))
     assert found is not None
     assert found.experts.baton_kind == kind
-    experts.register_forward_hook(lambda _part, _given, out: 2 * out)
-    assert stacked_experts_of(experts, torch.Generator().manual_seed(0)) is None
+    # Something else, and a limit that usual rows don't reach.
+    for change in (lambda out: 2 * out, lambda out: out.clamp(-1e4, 1e4)):
+        handle = experts.register_forward_hook(lambda _part, _given, out, change=change: change(out))
+        assert stacked_experts_of(experts, torch.Generator().manual_seed(0)) is None
+        handle.remove()
 
 
 @torch.inference_mode()

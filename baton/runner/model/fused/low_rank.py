@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -111,18 +112,19 @@ class TermedProducts:
 
     def record(self, program: Program, x: Rows, bias: torch.Tensor | None, *, into: str) -> Rows:
         """Append to a program what `linear` computes."""
-        every = program.scratch(into, sum(self._widths), sampled=x.sampled)
-        first = 0
+        outputs = []
         for place, ((product, term), own_bias) in enumerate(zip(self._parts, self._biases(bias), strict=True)):
             out = product.record(program, x, own_bias, into=f"part {place} of {into}")
             if term is not None:
                 low = term[0].record(program, x, None, into=f"low {place} of {into}")
                 added = term[1].record(program, low, None, into=f"term {place} of {into}")
                 program.add(out, added, 1.0, into=out)
-            if len(self._parts) == 1:
-                return out
-            program.copy_columns(out, every, width=out.width, to=first)
-            first += out.width
+            outputs.append(out)
+        if len(outputs) == 1:
+            return outputs[0]
+        every = program.scratch(into, sum(self._widths), sampled=x.sampled)
+        for out, end in zip(outputs, accumulate(self._widths), strict=True):
+            program.copy_columns(out, every, width=out.width, to=end - out.width)
         return every
 
     def _biases(self, bias: torch.Tensor | None) -> Sequence[torch.Tensor | None]:

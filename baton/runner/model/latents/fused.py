@@ -226,8 +226,8 @@ class FusedLatentAttention(CalledAsAttention):
         out = program.scratch("outputs of heads", heads * shape.value, sampled=query.sampled)
         program.linear_of_heads(attended, self.kv_b_proj.of_outputs, out)
         if self._gates is not None:
-            gates = self._gates.record(program, x, None, into="gates")
-            gates = program.take_sampled(gates, into="sampled gates") if sampling else gates
+            gated = program.take_sampled(x, into="sampled rows of gates") if sampling else x
+            gates = self._gates.record(program, gated, None, into="gates")
             out = program.multiply(out, gates, self.gate_activation, into="gated outputs")
         return self._out.record(program, out, self._out_bias, into=into)
 

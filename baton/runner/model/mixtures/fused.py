@@ -44,6 +44,8 @@ class MixtureParts:
     """A layer that makes what experts are given; None: they are given the rows."""
     widen: str | None = None
     """A layer of the experts' sum, before shared rows are added; then these have no gate."""
+    bias: torch.Tensor | None = None
+    """[1, K]: a row that is added to the experts' sum; then there are no shared rows."""
     gives_tuple: bool = False
     """Whether the module gives more than rows, which nobody reads."""
 
@@ -77,7 +79,7 @@ class FusedMixture(nn.Module):
         """x [T, K], contiguous, to [T, K]."""
         parts = self.parts
         chosen, weights = self._router.choose(x)
-        shared = None
+        shared = None if parts.bias is None else SharedRows(parts.bias)
         if parts.shared is not None:
             gate = None if parts.shared_gate is None else self._layer(parts.shared_gate)
             shared = SharedRows(self._mlp(parts.shared).rows(x), None if gate is None else gate.rows(x))
@@ -106,7 +108,8 @@ class FusedMixture(nn.Module):
         mixed = into if parts.norm is None and parts.result_factor == 1.0 else "mixed rows"
         given = x if parts.narrow is None else self._layer(parts.narrow).record(program, x, into="narrowed rows")
         if parts.widen is None:
-            out = program.mix_experts(given, chosen, weights, mixture, parts.factor, shared, gate, into=mixed)
+            added = shared if parts.bias is None else parts.bias
+            out = program.mix_experts(given, chosen, weights, mixture, parts.factor, added, gate, into=mixed)
         else:
             narrow = program.mix_experts(given, chosen, weights, mixture, parts.factor, None, None, into="narrow sums")
             out = self._layer(parts.widen).record(program, narrow, into=mixed if shared is None else "widened sums")

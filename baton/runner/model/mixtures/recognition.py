@@ -25,6 +25,7 @@ from baton.runner.model.fused.rows import FusedMlp, FusedNorm, PlainMlp
 from baton.runner.model.mixtures.attention import expert_attention_of
 from baton.runner.model.mixtures.fused import FusedMixture, MixtureParts
 from baton.runner.model.mixtures.router import FusedRouter, RouterParts
+from baton.runner.model.mixtures.separate import mixture_of_separate_products
 from baton.runner.model.mixtures.stacked import Echo, Recognised, stacked_experts_of
 from baton.runner.model.stored.layers import forget_weights
 from baton.runner.model.stored.plan import is_experts, is_linear
@@ -92,8 +93,10 @@ def fuse_mixtures(module: nn.Module, operations: Operations, dtype: torch.dtype)
     with torch.inference_mode():
         widths = angle_widths(module)
         for parent, name, child in children_of(module):
-            if (attention := expert_attention_of(child, operations, widths)) is not None:
-                setattr(parent, name, attention)
+            attention = expert_attention_of(child, operations, widths)
+            if (whole := attention or mixture_of_separate_products(child, operations)) is not None:
+                forget_weights(child)
+                setattr(parent, name, whole)
                 continue
             stacked = _stacked_experts_of(child)
             parts, router = _parts_of(child, dtype, stacked), None

@@ -8,14 +8,15 @@ all experts one after the other, multiplied with their weights, which are zero f
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from baton.runner.backends.routing import ExpertKind
-from baton.runner.model.comparison import NUM_ROWS, agree
+from baton.runner.backends.routing import PLAIN_EXPERTS, ExpertKind
+from baton.runner.model.comparison import agree, agree_in_parts, small_and_large_rows
 from baton.runner.model.stored.plan import is_experts
 
 Call = Literal["chosen", "all"]
@@ -28,22 +29,39 @@ class StackedExperts(nn.Module):
     has_gate = True
     has_bias = False
 
-    def __init__(self, experts: Any, num_experts: int, *, is_transposed: bool, kind: ExpertKind) -> None:
-        """`experts`: with weights [E, 2 I, K] and [E, K, I], or transposed; the first `num_experts` compute."""
+    def __init__(
+        self,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        *,
+        is_transposed: bool = False,
+        kind: ExpertKind = PLAIN_EXPERTS,
+    ) -> None:
+        """Weights [E, 2 I, K] and [E, K, I], or transposed. Experts that have no `down` don't compute."""
         super().__init__()
         self.is_transposed = is_transposed
         self.baton_kind = kind
-        self.act_fn = experts.act_fn
+        self.act_fn = activation
+        self.num_stacked: dict[str, int] = {}
+        """How many experts each parameter of the model has, by name."""
         self.gate_up_proj: nn.Parameter
         self.down_proj: nn.Parameter
-        for name in ("gate_up_proj", "down_proj"):
-            weights = getattr(experts, name).detach()[:num_experts]
-            setattr(self, name, nn.Parameter(weights, requires_grad=False))
+        for name, weights in (("gate_up_proj", gate_up), ("down_proj", down)):
+            self.num_stacked[name] = len(weights)
+            setattr(self, name, nn.Parameter(weights.detach()[: len(down)], requires_grad=False))
 
     def _apply_gate(self, rows: torch.Tensor) -> torch.Tensor:
         gate, up = rows.chunk(2, dim=-1)
         active: torch.Tensor = self.act_fn(gate) * up
         return active
+
+    def computed(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        """What an expert computes of rows x [T, K], by torch, before the weights are packed."""
+        up, down = self.gate_up_proj[number], self.down_proj[number]
+        if self.is_transposed:
+            up, down = up.T, down.T
+        return functional.linear(self._apply_gate(functional.linear(x, up)), down)
 
 
 class Recognised(NamedTuple):
@@ -69,28 +87,21 @@ def stacked_experts_of(part: Any, generator: torch.Generator) -> Recognised | No
     call: Call = "chosen" if len(inspect.signature(part.forward).parameters) > 1 else "all"
     count, total = down.shape[0], up.shape[0]
     kind = ExpertKind(weighs_inputs=call == "all", passes_rest=call == "chosen" and total > count)
-    found = StackedExperts(part, count, is_transposed=is_transposed, kind=kind)
-    x = torch.randn(NUM_ROWS, width, dtype=torch.float32, generator=generator).to(up)
-    outs = [_computed(found, number, x) for number in range(count)] + [x] * (total - count)
+    found = StackedExperts(part.act_fn, up, down, is_transposed=is_transposed, kind=kind)
+    x = small_and_large_rows(width, generator)[0].to(up)
+    outs = [found.computed(number, x) for number in range(count)] + [x] * (total - count)
     try:
         if call == "all":
-            alike = total == count and agree(torch.cat(outs), part(x.repeat(total, 1)))
+            given = part(x.repeat(total, 1)).view(total, *x.shape)
+            alike = total == count and agree_in_parts(torch.stack(outs, dim=1), given.transpose(0, 1))
         else:
-            experts = torch.arange(total, device=x.device).repeat(NUM_ROWS, 1)
-            weights = torch.rand(NUM_ROWS, total, dtype=torch.float32, generator=generator).to(x.device)
+            experts = torch.arange(total, device=x.device).repeat(len(x), 1)
+            weights = torch.rand(len(x), total, dtype=torch.float32, generator=generator).to(x.device)
             terms = (out.float() * weights[:, number : number + 1] for number, out in enumerate(outs))
-            alike = agree(torch.stack([*terms]).sum(0).to(x.dtype), part(x, experts, weights))
+            alike = agree_in_parts(torch.stack([*terms]).sum(0).to(x.dtype), part(x, experts, weights))
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError):
         return None
     return Recognised(found, call) if alike else None
-
-
-def _computed(experts: StackedExperts, number: int, x: torch.Tensor) -> torch.Tensor:
-    """What an expert computes of rows x [T, K]."""
-    up, down = experts.gate_up_proj[number], experts.down_proj[number]
-    if experts.is_transposed:
-        up, down = up.T, down.T
-    return functional.linear(experts._apply_gate(functional.linear(x, up)), down)
 
 
 class Echo(nn.Module):

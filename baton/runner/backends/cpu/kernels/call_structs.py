@@ -147,7 +147,7 @@ class RouteCall(ctypes.Structure):
 class SumCall(ctypes.Structure):
     _fields_ = [
         *_fields(_POINTER, "outs places weights rest shared gate out"),
-        *_fields(_SIZE, "rows most n rows_per_task"),
+        *_fields(_SIZE, "rows most n rows_per_task shared_stride"),
         ("factor", _FLOAT),
         ("are_weighted", _INT),
     ]

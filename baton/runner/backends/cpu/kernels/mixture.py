@@ -107,7 +107,7 @@ class PackedMixture:
             product.out_dtype, product.out_stride = DTYPES[dtype], product.n
             product.x_stride = product.x_stride or product.k
         call.experts, call.x_stride = self.num_experts, self.k
-        call.sum = SumCall(n=self.k, most=most, factor=factor)
+        call.sum = SumCall(n=self.k, most=most, factor=factor, shared_stride=self.k)
         call.weighs_inputs, call.passes_rest = self._kind.weighs_inputs, self._kind.passes_rest
         return call
 
@@ -279,10 +279,15 @@ def _complete_sum(
     call.outs, call.weights, call.out, call.rows = outs.data_ptr(), weights.data_ptr(), out.data_ptr(), out.shape[0]
     if shared is None:
         return
-    for name, rows, width in (("shared rows", shared.rows, out.shape[1]), ("gate", shared.gate, 1)):
+    count = out.shape[0]
+    for name, rows, counts, width in (
+        ("shared rows", shared.rows, (count, 1), out.shape[1]),
+        ("gate", shared.gate, (count,), 1),
+    ):
         if rows is None:
             continue
-        if rows.shape != (out.shape[0], width) or rows.dtype != out.dtype or not rows.is_contiguous():
-            raise KernelArgumentError(name, f"must be [{out.shape[0]}, {width}] {out.dtype}, contiguous")
-    call.shared = shared.rows.data_ptr()
+        fits = rows.ndim == 2 and rows.shape[0] in counts and rows.shape[1] == width
+        if not fits or rows.dtype != out.dtype or not rows.is_contiguous():
+            raise KernelArgumentError(name, f"must be [{count}, {width}] {out.dtype}, contiguous")
+    call.shared, call.shared_stride = shared.rows.data_ptr(), 0 if len(shared.rows) == 1 else out.shape[1]
     call.gate = None if shared.gate is None else shared.gate.data_ptr()

@@ -205,10 +205,11 @@ struct sum_call {
     const int32_t *places; /* [rows, most]: in which row of outs an expert's result is; -1: there is none */
     const float *weights;  /* [rows, most] */
     const void *rest;      /* [rows, n]: what there is in place of each result that there is not; NULL: nothing */
-    const void *shared;    /* [rows, n], added to the sum; NULL: nothing is */
+    const void *shared;    /* [rows, n], or one row for all, added to the sum; NULL: nothing is */
     const void *gate;      /* [rows]: shared is multiplied with its sigmoid first, each rounded; NULL: it is not */
     void *out;             /* [rows, n] */
     size_t rows, most, n, rows_per_task;
+    size_t shared_stride;  /* elements from row to row of shared; 0: there is one row */
     float factor;
     int are_weighted;      /* whether outs have been multiplied with their weights */
 };

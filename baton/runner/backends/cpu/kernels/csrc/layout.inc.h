@@ -80,7 +80,7 @@ static const struct layout_entry layout[] = {
     WHOLE(struct sum_call, "sum_call"),
     FIELD(sum_call, outs), FIELD(sum_call, places), FIELD(sum_call, weights), FIELD(sum_call, shared), FIELD(sum_call, gate),
     FIELD(sum_call, out), FIELD(sum_call, rows), FIELD(sum_call, most), FIELD(sum_call, n), FIELD(sum_call, rows_per_task),
-    FIELD(sum_call, factor), FIELD(sum_call, rest), FIELD(sum_call, are_weighted),
+    FIELD(sum_call, factor), FIELD(sum_call, rest), FIELD(sum_call, are_weighted), FIELD(sum_call, shared_stride),
 
     WHOLE(struct clamp_call, "clamp_call"),
     FIELD(clamp_call, x), FIELD(clamp_call, out), FIELD(clamp_call, rows), FIELD(clamp_call, columns),

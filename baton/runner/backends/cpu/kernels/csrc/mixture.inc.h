@@ -125,7 +125,7 @@ INLINE void sum_row(const enum dtype dtype, const struct sum_call *call, size_t 
         }
         if (call->factor != 1.0f) sum = v_mul(v_rounded(dtype, sum), v_set1(call->factor));
         if (call->shared != NULL) {
-            v16 shared = load_lanes(dtype, call->shared, row * n + i, count);
+            v16 shared = load_lanes(dtype, call->shared, row * call->shared_stride + i, count);
             if (call->gate != NULL) shared = v_rounded(dtype, v_mul(shared, gate));
             sum = v_add(v_rounded(dtype, sum), shared);
         }

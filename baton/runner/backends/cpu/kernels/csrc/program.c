@@ -361,7 +361,7 @@ static int prepare(struct prepared *to, struct work *works, size_t *n_works, con
         call->mixture.sum.outs = at(step, op->room[3]);
         call->mixture.clamp.x = at(step, op->room[4]);
         call->mixture.sum.weights = at(step, op->third);
-        call->mixture.sum.shared = at(step, op->fourth);
+        if (op->fourth.buffer >= 0) call->mixture.sum.shared = at(step, op->fourth); /* otherwise the call has one row, or none */
         call->mixture.sum.gate = at(step, op->fifth);
         call->mixture.sum.out = at(step, op->out);
         call->mixture.sum.rows = (size_t)rows;

@@ -249,17 +249,25 @@ class Program(RowRecording):
         weights: Rows,
         mixture: PackedMixture,
         factor: float,
-        shared: Rows | None,
+        shared: Rows | torch.Tensor | None,
         gate: Rows | None,
         *,
         into: str | Rows,
     ) -> Rows:
-        """Record the weighted sum of each row's experts, times the factor, plus shared rows times sigmoid(gate)."""
-        whole = [rows for rows in (x, shared, gate) if rows is not None]
+        """Record the weighted sum of each row's experts, times the factor, plus shared rows times sigmoid(gate).
+
+        `shared`: rows, or one row [1, K] for all.
+        """
+        row, rows = (shared, None) if isinstance(shared, torch.Tensor) else (None, shared)
+        whole = [rows for rows in (x, rows, gate) if rows is not None]
         if x.width != mixture.k or any(rows.stride != rows.width for rows in whole):
             raise KernelArgumentError("x", f"must be whole rows of {mixture.k}")
         most, size = chosen.width, self._dtype.itemsize
         call = mixture.structure(self._dtype, factor, most)
+        if row is not None:
+            if row.shape != (1, mixture.k) or row.dtype != self._dtype or not row.is_contiguous():
+                raise KernelArgumentError("shared", f"must be [1, {mixture.k}] {self._dtype}, contiguous")
+            call.sum.shared, call.sum.shared_stride = row.data_ptr(), 0
         room = [
             self._buffers.scratch(name, -(-most * row_bytes // size), x.sampled)
             for name, row_bytes in (
@@ -271,8 +279,8 @@ class Program(RowRecording):
             )
         ]
         out = self._out(into, mixture.k, x.sampled)
-        self._kept.append(mixture)
-        operands = (chosen, weights, shared, gate)
+        self._kept += [mixture, row]
+        operands = (chosen, weights, rows, gate)
         self._record(OperationKind.MIXTURE, x, Call(mixture=call), out=out, operands=operands, room=room)
         return out
 

@@ -135,7 +135,8 @@ class Recording:
         out = self._out(into, x.width, True, x.dtype)
         size = x.dtype.itemsize
         call = TakeRowsCall(row_bytes=x.width * size, x_stride=x.stride * size)
-        self._record(OperationKind.TAKE_ROWS, x, Call(take=call), out=out)
+        if x.width:  # rows of no bytes would be taken for a selection
+            self._record(OperationKind.TAKE_ROWS, x, Call(take=call), out=out)
         return out
 
     def _require_bias(self, bias: torch.Tensor | None, n: int, dtype: torch.dtype) -> None:

@@ -61,6 +61,11 @@ class RecurrentRows:
     skip: torch.Tensor | None = None
     rates: torch.Tensor | None = None
 
+    @property
+    def decays(self) -> torch.Tensor:
+        """The decay with its rates: float32 [T, H], or [T, H, DK]."""
+        return self.decay if self.rates is None else self.decay[..., None] * self.rates.T
+
 
 class RecordedRecurrence(NamedTuple):
     """The rows of a recurrence in a program, as `RecurrentRows` has them."""
@@ -273,8 +278,7 @@ class EchoStates:
     def recur(self, layer: int, rows: RecurrentRows) -> torch.Tensor:
         given = [part for part in (rows.beta, rows.skip) if part is not None]
         how = [torch.tensor([number]) for number in (rows.norm_eps or 0.0, float(rows.has_delta_rule))]
-        decay = rows.decay if rows.rates is None else rows.decay[..., None] * rows.rates.T
-        self.seen.append((rows.query * rows.scale, rows.key, rows.value, decay, *how, *given))
+        self.seen.append((rows.query * rows.scale, rows.key, rows.value, rows.decays, *how, *given))
         value = rows.value.float()
         alike = (rows.query.float() * rows.key.float()).sum(-1, keepdim=True) * rows.scale
         alike = alike.repeat_interleave(value.shape[1] // alike.shape[1], dim=1)

@@ -89,7 +89,7 @@ def results(report: Path) -> tuple[dict[str, list[str]], list[str]]:
         elif skipped is not None and skipped.attrib["message"].startswith("it is refused"):
             unclaimed[of_type].add(way)
     # A way counts only if all models of a type go it.
-    return {name: [way for way in ways if way not in unclaimed[name]] for name, ways in found.items()}, failed
+    return {name: sorted({*ways} - unclaimed[name]) for name, ways in found.items()}, failed
 
 
 def test() -> int:

@@ -153,7 +153,9 @@ def _parts_with(
         else:
             setattr(child, experts, holder)
     out = given[0] if isinstance(given, tuple) else given
-    if len(echo.given) != 1 or not isinstance(out, torch.Tensor) or out.numel() != x.numel():
+    if len(echo.given) != 1 or not isinstance(out, torch.Tensor):
+        return None
+    if out.numel() != x.numel() or out.shape[-1:] != x.shape[-1:]:  # others are read as they are, flat ones, too
         return None
     hidden, chosen, weights = echo.given[0]
     if chosen.ndim != 2:

@@ -37,7 +37,6 @@ from baton.runner.model.fused.rotation import AngleLayout, QueryScale, Rotation
 from baton.runner.model.fused.rows import AnyNorm, FusedLayerNorm, FusedNorm
 from baton.runner.model.probe_attention import EchoAttention
 
-"""Attention is compared for as many rows that are so much larger, too, since some of its numbers may be bounded."""
 _LENGTH = 1.25
 """Cosines and sines are so much larger, as those of some models are: otherwise a norm without a weight would give the
 same before a rotation and behind it."""

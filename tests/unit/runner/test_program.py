@@ -55,7 +55,7 @@ def test_products_write_float32_rows_and_norms_only_of_such() -> None:
 
 
 def test_nothing_is_taken_of_rows_without_columns() -> None:
-    """As of the angles of layers that rotate nothing; rows of no bytes mean a selection to the kernel."""
+    """Angles of layers that rotate nothing are such rows; the kernel would take rows of no bytes for a selection."""
     program = Program(torch.bfloat16, 1)
     x, out = program.argument(WIDTH), program.argument(WIDTH)
     assert program.take_sampled(x.columns(0, 0), into="nothing").width == 0

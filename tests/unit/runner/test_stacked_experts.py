@@ -51,7 +51,7 @@ def test_experts_are_recognised_by_what_they_give(name: str) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("name", KINDS)
 def test_experts_that_are_multiplied_one_by_one_give_the_same(name: str) -> None:
-    """As adapters and ranks do, and operations of torch."""
+    """Adapters, ranks and operations of torch multiply them so."""
     experts = experts_of(name)
     total, x = len(experts.gate_up_proj), randn(9, 64, seed=8)
     chosen = torch.stack([torch.arange(9) % total, (torch.arange(9) + 2) % total], dim=1)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.programs.program import Program
+from baton.runner.backends.cpu.kernels.rows import GateFunction
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import Weight, rows_in
 from baton.runner.model.attention import (
@@ -31,9 +32,8 @@ from baton.runner.model.fused.rotation import Angles, Rotation, cos_and_sin
 from baton.runner.model.fused.rows import AnyNorm, FusedLayerNorm
 from baton.runner.model.stored.layers import weight_of
 
-GateActivation = Literal["sigmoid", "softplus"]
-"""What gates of attention's result go through."""
-GATE_ACTIVATIONS: Sequence[GateActivation] = get_args(GateActivation)
+GATE_ACTIVATIONS: Sequence[GateFunction] = get_args(GateFunction)
+"""What gates of attention's result may go through."""
 
 
 class AttentionWeights(NamedTuple):
@@ -71,7 +71,7 @@ class HeadNorms(NamedTuple):
 class OutputGate:
     """What attention's result is multiplied with before its last product: the activation of rows of gates."""
 
-    activation: GateActivation
+    activation: GateFunction
     in_queries: bool
     """Whether each head's gate follows its query in their module; otherwise gates have a product of their own, which
     gives one number for each head or for each of its columns."""

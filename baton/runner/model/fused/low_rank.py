@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -132,9 +132,11 @@ class TermedProducts:
 
 
 def _product(operations: Operations, name: str, linear: nn.Linear, own: range | None = None) -> AdaptableProduct:
-    """`own`: the outputs that this rank has to itself; None: all ranks have all."""
+    """The product of a linear layer. `own`: the outputs that this rank has to itself; None: all ranks have all."""
     weight = weight_of(linear)
-    packed: Any = operations.pack(weight) if own is None else operations.pack_own(*rows_in([weight], [own]))
+    if own is None:
+        return AdaptableProduct.of_layer(operations, name, weight)
+    packed = operations.pack_own(*rows_in([weight], [own]))
     return AdaptableProduct(operations, packed, weight.shape[1], [(name, weight.shape[0])])
 
 

@@ -13,10 +13,11 @@ from baton.runner.adapters.adaptable import AdaptableProduct
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.programs.program import Program
+from baton.runner.backends.cpu.kernels.rows import GateFunction
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import rows_of
 from baton.runner.model.attention import AttentionParameters, PagedAttention
-from baton.runner.model.fused.attention import CalledAsAttention, GateActivation, joined_bias
+from baton.runner.model.fused.attention import CalledAsAttention, joined_bias
 from baton.runner.model.fused.rotation import Rotation
 from baton.runner.model.fused.rows import AnyNorm
 from baton.runner.model.latents.heads import ROWS_AT_A_TIME, LatentHeads
@@ -76,8 +77,8 @@ class FusedLatentAttention(CalledAsAttention):
         self.rotation = Rotation("none", "halves")
         self.latent_factor = 1.0
         """What latents are multiplied with behind their norm."""
-        self.gate_activation: GateActivation = "sigmoid"
-        """Of the gates of the heads' outputs, if there are any."""
+        self.gate_activation: GateFunction = "sigmoid"
+        """What the gates of the heads' outputs go through, if there are any."""
         self.kv_b_proj = heads
         self.own_heads = heads.own_heads
         self._operations = operations

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.nn import functional
@@ -35,6 +36,8 @@ from baton.runner.model.loop.steps import (
     TimesInput,
 )
 from baton.runner.model.loop.streams import added_in
+
+S = TypeVar("S", bound=Scaled | Converted | TimesInput | Joined | Columns | SumInColumns)
 
 
 @dataclass(slots=True)
@@ -310,129 +313,120 @@ class _SumOperation:
         recorded.drop(self._drops)
 
 
-class _ScaledOperation:
+class _RowsOperation(ABC, Generic[S]):
+    """A step that gives rows made of others, without a part."""
+
+    def __init__(self, step: S, drops: Sequence[int]) -> None:
+        self._step = step
+        self._drops = drops
+
+    def run(self, step: StepRows) -> None:
+        step.rows[self._step.gives] = self._computed(step)
+        _forget(step, self._drops)
+
+    def record(self, recorded: RecordedRows, into: Rows | None) -> None:
+        recorded.rows[self._step.gives] = self._recorded(recorded, into)
+        recorded.drop(self._drops)
+
+    @abstractmethod
+    def _computed(self, step: StepRows) -> torch.Tensor:
+        """The rows that the step gives."""
+
+    @abstractmethod
+    def _recorded(self, recorded: RecordedRows, into: Rows | None) -> Rows:
+        """The same in a program. Raises KernelArgumentError for what programs don't compute."""
+
+
+class _ScaledOperation(_RowsOperation[Scaled]):
     """Rows times a number."""
 
-    def __init__(self, step: Scaled, drops: Sequence[int]) -> None:
-        self._step = step
-        self._drops = drops
+    def _computed(self, step: StepRows) -> torch.Tensor:
+        return self._step.of(step.rows[self._step.one])
 
-    def run(self, step: StepRows) -> None:
-        step.rows[self._step.gives] = self._step.of(step.rows[self._step.one])
-        _forget(step, self._drops)
-
-    def record(self, recorded: RecordedRows, into: Rows | None) -> None:
+    def _recorded(self, recorded: RecordedRows, into: Rows | None) -> Rows:
         own, scale = self._step, partial(recorded.program.scale, factor=self._step.factor, divides=self._step.divides)
         one = recorded.rows[own.one]
-        if into is not None:
-            recorded.rows[own.gives] = scale(one, into=into)
-        elif own.one in self._drops and not recorded.is_of_product(own.one):
-            scale(one, into=one)
+        if into is None and own.one in self._drops and not recorded.is_of_product(own.one):
             recorded.replace(own.one, own.gives)
-        else:
-            recorded.rows[own.gives] = scale(one, into=recorded.for_sum(own.gives))
-        recorded.drop(self._drops)
+            return scale(one, into=one)
+        return scale(one, into=into or recorded.for_sum(own.gives))
 
 
-class _ConvertedOperation:
+class _ConvertedOperation(_RowsOperation[Converted]):
     """Rows in another dtype."""
 
-    def __init__(self, step: Converted, drops: Sequence[int]) -> None:
-        self._step = step
-        self._drops = drops
+    def _computed(self, step: StepRows) -> torch.Tensor:
+        return step.rows[self._step.one].to(self._step.dtype)
 
-    def run(self, step: StepRows) -> None:
-        step.rows[self._step.gives] = step.rows[self._step.one].to(self._step.dtype)
-        _forget(step, self._drops)
-
-    def record(self, recorded: RecordedRows, into: Rows | None) -> None:
-        own, program = self._step, recorded.program
-        one = recorded.rows[own.one]
+    def _recorded(self, recorded: RecordedRows, into: Rows | None) -> Rows:
+        own, program, one = self._step, recorded.program, recorded.rows[self._step.one]
         if own.dtype == torch.float32:
-            recorded.rows[own.gives] = program.widened(one, into=recorded.for_sum(own.gives))
-        else:
-            recorded.rows[own.gives] = program.narrowed(one, into=into or recorded.for_norm(own.gives))
-        recorded.drop(self._drops)
+            return program.widened(one, into=recorded.for_sum(own.gives))
+        return program.narrowed(one, into=into or recorded.for_norm(own.gives))
 
 
-class _TimesInputOperation:
+class _TimesInputOperation(_RowsOperation[TimesInput]):
     """Rows times those of a layer's input."""
 
-    def __init__(self, step: TimesInput, drops: Sequence[int]) -> None:
-        self._step = step
-        self._drops = drops
-
-    def run(self, step: StepRows) -> None:
+    def _computed(self, step: StepRows) -> torch.Tensor:
         assert step.inputs is not None
         columns = self._step.columns
-        one, by = step.rows[self._step.one], step.inputs[:, columns.start : columns.stop]
-        step.rows[self._step.gives] = one * by
-        _forget(step, self._drops)
+        return step.rows[self._step.one] * step.inputs[:, columns.start : columns.stop]
 
-    def record(self, recorded: RecordedRows, into: Rows | None) -> None:
+    def _recorded(self, recorded: RecordedRows, into: Rows | None) -> Rows:
         assert recorded.inputs is not None
         own = self._step
         by = recorded.inputs.columns(own.columns.start, own.columns.stop)
-        name = recorded.for_activation(own.gives)
-        recorded.rows[own.gives] = recorded.program.multiply(recorded.rows[own.one], by, None, into=name)
-        recorded.drop(self._drops)
+        return recorded.program.multiply(recorded.rows[own.one], by, None, into=recorded.for_activation(own.gives))
 
 
-class _JoinedOperation:
+class _JoinedOperation(_RowsOperation[Joined]):
     """Rows side by side."""
 
-    def __init__(self, step: Joined, drops: Sequence[int]) -> None:
-        self._step = step
-        self._drops = drops
+    def _computed(self, step: StepRows) -> torch.Tensor:
+        return torch.cat([step.rows[number] for number in self._step.operands], dim=1)
 
-    def run(self, step: StepRows) -> None:
-        step.rows[self._step.gives] = torch.cat([step.rows[number] for number in self._step.operands], dim=1)
-        _forget(step, self._drops)
-
-    def record(self, recorded: RecordedRows, into: Rows | None) -> None:
-        own, program = self._step, recorded.program
-        one, other = (recorded.rows[number] for number in own.operands)
-        both = program.scratch(recorded.for_sum(own.gives), one.width + other.width, sampled=one.sampled)
+    def _recorded(self, recorded: RecordedRows, into: Rows | None) -> Rows:
+        program = recorded.program
+        one, other = (recorded.rows[number] for number in self._step.operands)
+        name = recorded.for_sum(self._step.gives)
+        both = program.scratch(name, one.width + other.width, sampled=one.sampled)
         program.copy_columns(one, both, width=one.width)
         program.copy_columns(other, both, width=other.width, to=one.width)
-        recorded.rows[own.gives] = both
-        recorded.drop(self._drops)
+        return both
 
 
-class _ColumnsOperation:
+class _ColumnsOperation(_RowsOperation[Columns]):
     """Some columns of rows."""
 
-    def __init__(self, step: Columns, drops: Sequence[int]) -> None:
-        self._step = step
-        self._drops = drops
-
-    def run(self, step: StepRows) -> None:
+    def _computed(self, step: StepRows) -> torch.Tensor:
         columns = self._step.columns
-        step.rows[self._step.gives] = step.rows[self._step.one][:, columns.start : columns.stop].contiguous()
-        _forget(step, self._drops)
+        return step.rows[self._step.one][:, columns.start : columns.stop].contiguous()
 
-    def record(self, recorded: RecordedRows, into: Rows | None) -> None:
-        own, program, one = self._step, recorded.program, recorded.rows[self._step.one]
-        rows = program.scratch(recorded.for_sum(own.gives), len(own.columns), sampled=one.sampled)
-        program.copy_columns(one.columns(own.columns.start, own.columns.stop), rows, width=rows.width)
-        recorded.rows[own.gives] = rows
-        recorded.drop(self._drops)
+    def _recorded(self, recorded: RecordedRows, into: Rows | None) -> Rows:
+        raise KernelArgumentError("one", "has several streams, of which the loop takes one")
 
 
-class _SumInColumnsOperation:
+class _SumInColumnsOperation(_RowsOperation[SumInColumns]):
     """Rows that are added to some columns of others."""
 
-    def __init__(self, step: SumInColumns, drops: Sequence[int]) -> None:
-        self._step = step
-        self._drops = drops
-
-    def run(self, step: StepRows) -> None:
+    def _computed(self, step: StepRows) -> torch.Tensor:
         one, other = (step.rows[number] for number in self._step.operands)
-        step.rows[self._step.gives] = added_in(one, other, self._step.columns)
-        _forget(step, self._drops)
+        return added_in(one, other, self._step.columns)
 
-    def record(self, recorded: RecordedRows, into: Rows | None) -> None:
-        raise KernelArgumentError("one", "has sums in some columns alone")
+    def _recorded(self, recorded: RecordedRows, into: Rows | None) -> Rows:
+        raise KernelArgumentError("one", "has several streams, and others are added to some of them")
+
+
+_OF_ROWS: Mapping[type[Step], Any] = {
+    Scaled: _ScaledOperation,
+    Converted: _ConvertedOperation,
+    TimesInput: _TimesInputOperation,
+    Joined: _JoinedOperation,
+    Columns: _ColumnsOperation,
+    SumInColumns: _SumInColumnsOperation,
+}
+"""The operation of each step that gives rows made of others."""
 
 
 def _forget(step: StepRows, numbers: Sequence[int]) -> None:
@@ -454,18 +448,8 @@ def operations_of(steps: Sequence[Step], result: int, row_quantum: int) -> list[
         drops = [number for number, last in last_use.items() if first <= last < place]
         if isinstance(step, Sum):
             operations.append(_SumOperation(step, norm, drops))
-        elif isinstance(step, Scaled):
-            operations.append(_ScaledOperation(step, drops))
-        elif isinstance(step, TimesInput):
-            operations.append(_TimesInputOperation(step, drops))
-        elif isinstance(step, Joined):
-            operations.append(_JoinedOperation(step, drops))
-        elif isinstance(step, Columns):
-            operations.append(_ColumnsOperation(step, drops))
-        elif isinstance(step, SumInColumns):
-            operations.append(_SumInColumnsOperation(step, drops))
-        elif isinstance(step, Converted):
-            operations.append(_ConvertedOperation(step, drops))
+        elif not isinstance(step, Call):
+            operations.append(_OF_ROWS[type(step)](step, drops))
         elif isinstance(step.part, Mixer):
             later = _later(steps, first, last_use) if first == last_mixer else None
             operations.append(_MixerOperation(step, step.part, drops, later))

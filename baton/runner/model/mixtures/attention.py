@@ -21,11 +21,10 @@ from baton.runner.model.attention import AttentionParameters, PagedAttention
 from baton.runner.model.comparison import KINDS, LAYOUTS, NUM_ROWS, agree, like_input, random_angles
 from baton.runner.model.fused.attention import CalledAsAttention
 from baton.runner.model.fused.rotation import Rotation
+from baton.runner.model.mixtures.separate import DOWN, ROUTER, UP
 from baton.runner.model.probe_attention import EchoAttention
 from baton.runner.model.stored.layers import weight_of
 
-_EXPERTS_NAMES = ({"input_linear", "output_linear", "router"},)
-"""The parts of a module that has the products of queries, the last products, and the router."""
 _KEYS_AND_VALUES = "kv_proj"
 
 
@@ -187,9 +186,9 @@ def _parts_of(child: nn.Module) -> _Parts | None:
         return None
     ((path, experts),) = named.items()
     inner = dict(experts.named_children())
-    if set(inner) not in _EXPERTS_NAMES or getattr(experts, "bias", None) is None:
+    if set(inner) != {UP, DOWN, ROUTER} or getattr(experts, "bias", None) is None:
         return None
-    stacked = (getattr(inner[name], "weight", None) for name in ("input_linear", "output_linear"))
+    stacked = (getattr(inner[name], "weight", None) for name in (UP, DOWN))
     if not all(isinstance(weight, nn.Parameter) and weight.dim() == 3 for weight in stacked):
         return None
-    return _Parts(path, experts, kv) if isinstance(getattr(inner["router"], "layer", None), nn.Linear) else None
+    return _Parts(path, experts, kv) if isinstance(getattr(inner[ROUTER], "layer", None), nn.Linear) else None

@@ -16,15 +16,16 @@ from baton.runner.model.comparison import agree_in_parts, like_input, small_and_
 from baton.runner.model.mixtures.fused import FusedMixture, MixtureParts
 from baton.runner.model.mixtures.stacked import StackedExperts
 
-_UP, _DOWN, _ROUTER = "input_linear", "output_linear", "router"
+UP, DOWN, ROUTER = "input_linear", "output_linear", "router"
+"""The names of the parts with the first and the last products, and of the router, in a module with experts."""
 _EXPERTS = "experts"
 """The name of the part that has both products then."""
 
 
 def mixture_of_separate_products(child: Any, operations: Operations) -> FusedMixture | None:
     """The mixture that computes what such a module does; None for any other module."""
-    up, down = (_attribute(child, name, "weight") for name in (_UP, _DOWN))
-    router, activation, bias = (_attribute(child, name) for name in (_ROUTER, "activation", "bias"))
+    up, down = (_attribute(child, name, "weight") for name in (UP, DOWN))
+    router, activation, bias = (_attribute(child, name) for name in (ROUTER, "activation", "bias"))
     layer, most = _attribute(router, "layer"), _attribute(router, "top_k")
     if not all(isinstance(weight, nn.Parameter) and weight.dim() == 3 for weight in (up, down)) or bias is None:
         return None
@@ -46,8 +47,8 @@ def mixture_of_separate_products(child: Any, operations: Operations) -> FusedMix
     out = torch.stack(terms).sum(0).to(x.dtype) + bias
     if not isinstance(expected, torch.Tensor) or not agree_in_parts(expected[0], out):
         return None
-    parts = MixtureParts(f"{_ROUTER}.layer", _EXPERTS, routing, x.dtype, bias=bias.detach().clone()[None])
-    return FusedMixture(operations, {_ROUTER: router, _EXPERTS: experts}, parts)
+    parts = MixtureParts(f"{ROUTER}.layer", _EXPERTS, routing, x.dtype, bias=bias.detach().clone()[None])
+    return FusedMixture(operations, {ROUTER: router, _EXPERTS: experts}, parts)
 
 
 def _attribute(part: Any, *path: str) -> Any:

@@ -53,6 +53,14 @@ async def serving(rig: RouterRig) -> AsyncIterator[generation_pb2_grpc.Generatio
             yield generation_pb2_grpc.GenerationStub(channel)
     finally:
         await server.stop(0)
+        await clients_calls_end()
+
+
+async def clients_calls_end() -> None:
+    """Wait for the tasks that gRPC's client has of cancelled calls: closing its channel does not."""
+    calls = [task for task in asyncio.all_tasks() if "_AioCall" in getattr(task.get_coro(), "__qualname__", "")]
+    if calls:
+        await asyncio.wait(calls)
 
 
 async def start_request(rig: RouterRig, stub: generation_pb2_grpc.GenerationStub) -> tuple[Any, AttemptKey]:

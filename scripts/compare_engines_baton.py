@@ -14,9 +14,8 @@ def measure(plan: Mapping[str, Any]) -> dict[str, Any]:
     """Measures the seconds of each prompt, and of each decode step and its floor by batch size."""
     import baton
     from baton.bench.micro.engine_drive import EngineDrive, load_with_room
-    from baton.bench.micro.engine_work import cache_bytes_read, read_work
+    from baton.bench.micro.engine_work import cache_bytes_read
     from baton.bench.results.host import last_level_cache
-    from baton.engine.runner import ELEMENT_BYTES
     from baton.runner import TorchSpec, load
     from baton.runner.measuring.limits import bytes_beyond, read_limit
 
@@ -31,7 +30,6 @@ def measure(plan: Mapping[str, Any]) -> dict[str, Any]:
         return int(max_batch * per_prompt * 9 // 8)
 
     runner = load_with_room(lambda num_blocks: load(replace(spec, num_blocks=num_blocks)), num_stripes)
-    looked_up = read_work(model).looked_up * ELEMENT_BYTES[runner.model.dtype]
     drive = EngineDrive(runner, plan["context"], max_batch)
     prefill = [drive.prefill(prompt) for prompt in plan["prompts"]][1:]
     decode, floors = {}, {}
@@ -39,10 +37,9 @@ def measure(plan: Mapping[str, Any]) -> dict[str, Any]:
         for batch in plan["batches"]:
             before = memory.rate()
             decode[str(batch)] = drive.decode(plan["prompts"][:batch], plan["steps"])
-            if plan["weights"] == "gguf":
-                continue  # which bytes of its tables a step reads is not known
             context = plan["context"] + 2 + (plan["steps"] - 1) / 2
-            num_bytes = runner.model.weight_bytes - looked_up + batch * cache_bytes_read(runner.layout, context)
+            weights = runner.model.weight_bytes - runner.model.table_bytes
+            num_bytes = weights + batch * cache_bytes_read(runner.layout, context)
             floors[str(batch)] = num_bytes / max(before, memory.rate())
     settings = {"kernels": runner.model.numerics, "bit_exact": runner.model.bit_exact}
     return {

@@ -47,6 +47,8 @@ class ModelInfo:
     compute_paths: tuple[ComputePath, ...] = ()
     weight_bytes: int = 0
     """Bytes of the weights in memory, quantised ones as they are packed."""
+    table_bytes: int = 0
+    """How many of `weight_bytes` are of tables of which a step reads a few rows."""
     row_width: int = 0
     """Numbers in a row that may be given in place of a token; 0: none may be."""
     most_source_rows: int = 0

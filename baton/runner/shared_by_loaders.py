@@ -126,4 +126,5 @@ def model_info(
         bit_exact=why_not_bit_exact is None,
         bit_exact_reason=why_not_bit_exact or "",
         weight_bytes=loaded.weights.num_bytes,
+        table_bytes=loaded.weights.table_bytes,
     )

@@ -395,7 +395,7 @@ def _decode(
     step = Spread.of(figures.decode_seconds(batch), 1e3)
     # A round starts one token after the prompt, and the context grows by one token per step.
     context = config.context_tokens + 2 + (config.steps // _ROUNDS - 1) / 2
-    width = (info.weight_bytes - work.looked_up * _WIDTHS[info.dtype]) / work.multiplied
+    width = (info.weight_bytes - info.table_bytes) / work.multiplied
     num_bytes = work.bytes_read(width, cache_bytes_read(layout, context), batch)
     floors = [num_bytes / turn.rate for turn in figures.decode[batch]]
     shares = [floor / median(turn.seconds) for floor, turn in zip(floors, figures.decode[batch], strict=True)]

@@ -10,13 +10,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from baton.engine.runner import ELEMENT_BYTES, KVLayout, LayerState
 from baton.runner.model.checkpoint import open_checkpoint
 
-_TABLES = ("embed", "wte", "wpe")
-"""Names of weights that are looked up, not multiplied."""
+_TABLES = re.compile("(?<!un)embed|wte|wpe")
+"""In names of weights that are looked up, not multiplied."""
+_OF_ONE_LAYER = "adapter_list"
+"""In names of weights of a shared part that each layer has for itself (zamba2)."""
 _NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
@@ -38,6 +41,8 @@ class ModelWork:
     experts_per_token: int
     shapes: frozenset[tuple[int, int]]
     """[n, k] of every product."""
+    repeated: int = 0
+    """How many of `dense` are multiplied with once more, each time by another layer that shares them."""
     of_last_token: int = 0
     """How many of `dense` only a prompt's last token is multiplied with: the parameters of the last layers, if these
     have no keys of their own."""
@@ -50,17 +55,17 @@ class ModelWork:
     def bytes_read(self, width: float, cache_bytes: float, batch: int) -> float:
         """The fewest bytes that a decode step has to read: weights once, and what every request has in the cache.
 
-        Of the experts, the share counts that `batch` random rows are expected to be routed to. `width`: bytes of a
-        parameter, on average where some are packed. `cache_bytes`: those that a step reads of one request
-        (`cache_bytes_read`).
+        Those that several layers share count for each of them, since no cache keeps them until the next one. Of the
+        experts, the share counts that `batch` random rows are expected to be routed to. `width`: bytes of a parameter,
+        on average where some are packed. `cache_bytes`: those that a step reads of one request (`cache_bytes_read`).
         """
-        weights = self.dense + self.head + self.experts * self._share_of_experts(batch)
+        weights = self.dense + self.repeated + self.head + self.experts * self._share_of_experts(batch)
         return weights * width + batch * cache_bytes
 
     def prompt_operations(self, tokens: int) -> float:
         """Multiplications and additions with weights for one prompt; logits are computed for its last token alone."""
         share = self.experts_per_token / self.num_experts if self.num_experts else 0.0
-        of_all = self.dense - self.of_last_token + self.experts * share
+        of_all = self.dense + self.repeated - self.of_last_token + self.experts * share
         return 2 * (tokens * of_all + self.of_last_token + self.head)
 
     def _share_of_experts(self, rows: int) -> float:
@@ -90,8 +95,15 @@ def attention_operations(tokens: int, width: float) -> float:
     return tokens * (tokens + 1) / 2 * width * 2
 
 
-def work_of(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ModelWork:
-    """Counts the work from a config.json and the shapes of all parameters by name."""
+def work_of(
+    config: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    further_uses: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> ModelWork:
+    """Counts the work from a config.json and the shapes of all parameters by name.
+
+    `further_uses`: further names of those that several parts share.
+    """
     dense, head, table, tables, experts, of_last = 0, 0, 0, 0, 0, 0
     products: set[tuple[int, int]] = set()
     num_without_keys = int(config.get("num_kv_shared_layers") or 0)
@@ -103,7 +115,7 @@ def work_of(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
         elif name.startswith("lm_head"):
             head += prod(shape)
             products.add((shape[0], shape[1]))
-        elif any(word in name for word in _TABLES):
+        elif _TABLES.search(name):
             is_head = shape == (config.get("vocab_size"), config.get("hidden_size", shape[1]))
             table, tables = max(table, prod(shape) if is_head else 0), tables + prod(shape)
         elif len(shape) == 3 and shape[1] == 1:
@@ -116,8 +128,10 @@ def work_of(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
             products.add((shape[0], shape[1]))
         if num_without_keys and layer is not None and int(layer[1]) >= first_without_keys:
             of_last += dense - before
+    shared = [prod(shape) for name, shape in further_uses.items() if _LAYER.search(name) and _OF_ONE_LAYER not in name]
     return ModelWork(
         dense=dense,
+        repeated=sum(shared),
         # Without a head of its own a model multiplies with its embedding table.
         head=head or table,
         looked_up=tables if head else tables - table,
@@ -139,4 +153,4 @@ def read_work(model_dir: Path) -> ModelWork:
     from baton.runner.model.weights import parameter_shapes
 
     checkpoint = open_checkpoint(model_dir)
-    return work_of(checkpoint.config, parameter_shapes(checkpoint))
+    return work_of(checkpoint.config, *parameter_shapes(checkpoint))

@@ -26,7 +26,7 @@ from baton.runner.backends.weight_rows import Weight
 from baton.runner.model.comparison import children_of
 from baton.runner.model.mixtures.experts import PackedExperts
 from baton.runner.model.stored.absent_weight import AbsentWeight, of_products, without_numbers
-from baton.runner.model.stored.layers import StoredEmbedding, StoredLinear, read_packed
+from baton.runner.model.stored.layers import StoredEmbedding, StoredLinear, read_packed, read_rows_of, take_weight
 from baton.runner.model.stored.plan import is_experts, is_linear
 
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear", "matmul", "_grouped_mm"})
@@ -308,7 +308,7 @@ def _share_weight(parent: nn.Module, name: str, head: PackedLinear) -> None:
     """Let an embedding read the packed weight of the head, which shares its weight."""
     embedding = parent.get_submodule(name)
     if isinstance(embedding, nn.Embedding) and type(embedding) is not nn.Embedding:
-        _take_weight(embedding, head.take_rows)  # its class does more than to look rows up
+        read_rows_of(embedding, PackedEmbedding(head))  # its class does more than to look rows up
     else:
         setattr(parent, name, PackedEmbedding(head))
 
@@ -318,23 +318,11 @@ def _divide_embedding(embedding: nn.Embedding, operations: Operations, release: 
     weight = embedding.weight.detach()
     packed, dtype = operations.pack(weight), weight.dtype
     release(embedding)
-    _take_weight(embedding, lambda index: operations.take_rows(packed, index, dtype))
 
+    def rows(token_ids: torch.Tensor) -> torch.Tensor:
+        return operations.take_rows(packed, token_ids.reshape(-1), dtype).view(*token_ids.shape, -1)
 
-def _take_weight(embedding: nn.Embedding, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Take the weight [N, K] of an embedding, whose rows [T, K] come from `rows` by their numbers, int64 [T]."""
-    weight = embedding.weight.detach()
-
-    def looked_up(token_ids: torch.Tensor, _weight: torch.Tensor, *_arguments: Any, **_named: Any) -> torch.Tensor:
-        return rows(token_ids.reshape(-1)).view(*token_ids.shape, -1)
-
-    def taken(_weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        return rows(index)
-
-    answers: dict[Any, Callable[..., Any]] = {functional.embedding: looked_up, torch.Tensor.__getitem__: taken}
-    delattr(embedding, "weight")
-    absent = AbsentWeight.of(weight.new_empty(()).expand(weight.shape), answers)
-    object.__setattr__(embedding, "weight", absent)
+    take_weight(embedding, rows)
 
 
 def _embeddings(module: nn.Module) -> dict[int, tuple[nn.Module, str]]:
@@ -344,7 +332,7 @@ def _embeddings(module: nn.Module) -> dict[int, tuple[nn.Module, str]]:
         for name, part in parent.named_children():
             if isinstance(part, StoredEmbedding):
                 embeddings[id(part.stored)] = (parent, name)
-            elif isinstance(part, nn.Embedding):
+            elif isinstance(part, nn.Embedding) and not isinstance(part.weight, AbsentWeight):
                 embeddings[part.weight.data_ptr()] = (parent, name)
     return embeddings
 

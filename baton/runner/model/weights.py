@@ -72,6 +72,9 @@ class ModelWeights:
     """For operators: "int4, groups of 32, 4.5 bits a weight"; empty: all weights are plain."""
     num_bytes: int = 0
     """Their size in memory, plain ones included."""
+    table_bytes: int = 0
+    """How many of these bytes are of tables of which a step reads a few rows: embeddings, except one that the head
+    shares."""
     is_quantized: bool = False
     """Whether some are computed as quantised ones."""
 
@@ -229,8 +232,9 @@ def load_model(directory: Path, how: WeightSpec, device: torch.device = CPU) -> 
     return replace(loaded, module=text_part, image_part=image_part)
 
 
-def parameter_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a model's parameters while they are plain, from config.json alone; tied ones once.
+def parameter_shapes(checkpoint: Checkpoint) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Names and shapes of a model's parameters while they are plain, from config.json alone: each once, and the further
+    names of those that several parts share.
 
     Raises ConfigError.
     """
@@ -239,7 +243,9 @@ def parameter_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     check_numbers(checkpoint, config.get_text_config())
     with _ONE_AT_A_TIME:
         skeleton = _skeleton(model_class, config, torch.float32)
-    return {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
+    every = {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters(remove_duplicate=False)}
+    once = {name: every[name] for name, _ in skeleton.named_parameters()}
+    return once, {name: shape for name, shape in every.items() if name not in once}
 
 
 def _skeleton(model_class: Any, config: Any, dtype: torch.dtype) -> nn.Module:
@@ -354,10 +360,22 @@ def _weights(plan: WeightPlan, module: nn.Module, weight_format: WeightFormat | 
     plain_bytes += sum(stored.packed_bytes or 0 for stored in plan.held if stored.is_plain)
     treatment = how.quantization or ("dequantized" if how.dequantize and weight_format is not None else "")
     held = [stored for stored in plan.held if not stored.is_plain]
+    table_bytes = _table_bytes(plan, module)
     if not held:
         description = "" if weight_format is None else f"{weight_format.description}, dequantised to {how.dtype}"
-        return ModelWeights(treatment, description, plain_bytes)
+        return ModelWeights(treatment, description, plain_bytes, table_bytes)
     packed_bytes = sum(stored.packed_bytes or 0 for stored in held)
     name = f"{how.quantization}, groups of {GROUP}" if weight_format is None else weight_format.description
     bits = 8 * packed_bytes / sum(stored.shape[0] * stored.shape[1] for stored in held)
-    return ModelWeights(treatment, f"{name}, {bits:.3g} bits a weight", plain_bytes + packed_bytes, is_quantized=True)
+    description = f"{name}, {bits:.3g} bits a weight"
+    return ModelWeights(treatment, description, plain_bytes + packed_bytes, table_bytes, is_quantized=True)
+
+
+def _table_bytes(plan: WeightPlan, module: nn.Module) -> int:
+    """The size in memory of the embeddings whose weight no other part has."""
+    parts = [(part, weight) for part in module.modules() for weight in part.parameters(recurse=False)]
+    shared = {id(weight) for part, weight in parts if not isinstance(part, nn.Embedding)}
+    plain = {id(weight): weight.nbytes for part, weight in parts if isinstance(part, nn.Embedding)}
+    multiplied = {id(stored) for stored in plan.linears.values()}
+    held = {id(stored): stored.packed_bytes or 0 for stored in plan.embeddings.values()}
+    return sum(size for one, size in (plain | held).items() if one not in shared | multiplied)

@@ -92,6 +92,21 @@ def test_a_table_that_is_only_looked_up_is_counted_apart() -> None:
     assert work_of({"vocab_size": 100}, {**shapes, "lm_head.weight": (100, 8)}).looked_up == 800
 
 
+def test_weights_that_layers_share_count_for_each_of_them_and_products_that_undo_embeddings_are_none() -> None:
+    shapes = {
+        "model.layers.0.shared.up.weight": (6, 8),
+        "model.layers.0.shared.up_adapter_list.0.weight": (2, 8),
+        "model.layers.0.shared.up_adapter_list.1.weight": (2, 8),
+        "model.unembed_projections.0.weight": (8, 8),
+        "model.embed_tokens.weight": (100, 8),
+    }
+    further = {name.replace("layers.0", "layers.3"): shape for name, shape in shapes.items() if "layers.0" in name}
+    work = work_of({"vocab_size": 100}, shapes, {**further, "lm_head.weight": (100, 8)})
+    assert (work.dense, work.repeated, work.head, work.looked_up) == (48 + 2 * 16 + 64, 48, 800, 0)
+    assert work.bytes_read(1, 0, batch=1) == work.dense + 48 + 800
+    assert work.prompt_operations(7) == 2 * (7 * (work.dense + 48) + 800)
+
+
 def test_layers_without_keys_of_their_own_compute_the_last_token_alone() -> None:
     layers = {f"model.layers.{index}.mlp.up_proj.weight": (6, 8) for index in range(3)}
     tables = {"model.embed_tokens.weight": (100, 8), "model.embed_tokens_per_layer.weight": (100, 12)}

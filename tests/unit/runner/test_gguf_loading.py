@@ -98,17 +98,23 @@ def test_operators_see_what_the_weights_are(samples: Samples) -> None:
     assert load(directory, operations=PlainOnly(1)).model.compute_paths[0].runs == plain
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_the_embedding_is_read_from_its_blocks(samples: Samples, is_tied: bool) -> None:
-    sample = samples("Q5_1", tie_word_embeddings=is_tied)
-    module = load(sample.directory)._transformer._module
+@pytest.mark.parametrize(("architecture", "is_tied"), [("llama", True), ("llama", False), ("gemma2", True)])
+def test_the_embedding_is_read_from_its_blocks(samples: Samples, architecture: str, is_tied: bool) -> None:
+    sample = samples("Q5_1", architecture, tie_word_embeddings=is_tied)
+    runner = load(sample.directory)
+    module = runner._transformer._module
     embedding = module.get_input_embeddings()
-    assert isinstance(embedding, PackedEmbedding)
     assert not [name for name, parameter in module.named_parameters() if parameter.dim() > 1]
     expected = load_file(sample.twin / "model.safetensors")["model.embed_tokens.weight"]
     ids = torch.arange(expected.shape[0])
-    torch.testing.assert_close(embedding(ids), expected, rtol=1e-6, atol=1e-7)
-    assert (embedding.shared_weight is module.get_output_embeddings()) == is_tied
+    scale = getattr(embedding, "embed_scale", 1.0)
+    torch.testing.assert_close(embedding(ids), expected * scale, rtol=1e-6, atol=1e-7)
+    held = embedding.baton_rows if architecture == "gemma2" else embedding
+    assert isinstance(held, PackedEmbedding)
+    assert (held.shared_weight is module.get_output_embeddings()) == is_tied
+    # A block of Q5_1 has 32 numbers in 24 bytes.
+    assert runner.model.table_bytes == (0 if is_tied else expected.numel() * 24 // 32)
+    assert load(sample.twin).model.table_bytes == (0 if is_tied else expected.nbytes)
 
 
 def test_nodes_that_keep_and_that_dequantise_blocks_refuse_each_other_by_name(samples: Samples) -> None:

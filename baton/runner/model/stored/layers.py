@@ -6,7 +6,7 @@ what parts compute, a linear layer computes with a quantised weight as operation
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -95,6 +95,45 @@ class StoredEmbedding(nn.Module):
         tokens, places = torch.unique(token_ids, return_inverse=True)
         rows = [_plain(rows_of(held, token, token + 1), self.dtype) for token in tokens.tolist()]
         return torch.cat(rows)[places]
+
+
+def hold_embedding(module: nn.Module, path: str, stored: StoredWeight, dtype: torch.dtype) -> None:
+    """Let the embedding at `path` read the rows of a weight that is in its file.
+
+    An embedding whose class does more than to look rows up, such as to scale them, has a `StoredEmbedding` as a part.
+    """
+    embedding, held = module.get_submodule(path), StoredEmbedding(stored, dtype)
+    if type(embedding) is not nn.Embedding:
+        read_rows_of(embedding, held)
+    else:
+        module.set_submodule(path, held)
+
+
+def read_rows_of(embedding: nn.Module, part: nn.Module) -> None:
+    """Let an embedding, whose own weight [N, K] is dropped, look rows up in `part`, which becomes a part of it."""
+    embedding.baton_rows = part
+    # Its parts are replaced when their weights are packed.
+    take_weight(embedding, lambda token_ids: embedding.baton_rows(token_ids))  # type: ignore[operator]
+    # transformers would otherwise fill the weight with random numbers; the buffers it has to fill.
+    embedding.weight._is_hf_initialized = True  # type: ignore[union-attr]
+
+
+def take_weight(embedding: nn.Module, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Take the weight [N, K] of an embedding, whose rows [..., K] come from `rows` by their numbers, int64 [...]."""
+
+    def looked_up(token_ids: torch.Tensor, _weight: torch.Tensor, *_arguments: Any, **_named: Any) -> torch.Tensor:
+        return rows(token_ids)
+
+    def taken(_weight: torch.Tensor, index: Any) -> torch.Tensor:
+        if isinstance(index, tuple) and index[1:] == (slice(None),):
+            index = index[0]
+        return rows(torch.as_tensor(index))
+
+    weight: torch.Tensor = embedding.weight  # type: ignore[assignment]
+    answers: dict[Any, Callable[..., Any]] = {functional.embedding: looked_up, torch.Tensor.__getitem__: taken}
+    like = torch.empty((), dtype=weight.dtype, device="cpu" if weight.is_meta else weight.device)
+    delattr(embedding, "weight")
+    object.__setattr__(embedding, "weight", AbsentWeight.of(like.expand(weight.shape), answers))
 
 
 ExpertWeights: TypeAlias = Mapping[str, Sequence[Sequence[StoredWeight]]]

@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from baton.runner.model.stored.layers import StoredEmbedding, StoredLinear, hold_experts
+from baton.runner.model.stored.layers import StoredLinear, hold_embedding, hold_experts
 from baton.runner.model.stored.weight import CheckpointTensor, StoredWeight, UnusableWeight
 
 _STACKING = ("MergeModulelist", "Concatenate")
@@ -110,7 +110,7 @@ class WeightPlan:
             linear = module.get_submodule(path)
             module.set_submodule(path, StoredLinear(stored, linear.bias, dtype, device))
         for path, stored in self.embeddings.items():
-            module.set_submodule(path, StoredEmbedding(stored, dtype))
+            hold_embedding(module, path, stored, dtype)
         for path, weights in self.experts.items():
             hold_experts(module.get_submodule(path), weights)
         held = {f"{path}.weight" for path in (*self.linears, *self.embeddings)}
@@ -211,10 +211,8 @@ class _Planner:
             return
         if stored.packed_bytes is not None and isinstance(part, nn.Embedding):
             self._hold_tied_linears(key, stored)
-            # Embeddings of other types do more than to look rows up.
-            if type(part) is nn.Embedding:
-                self._plan.embeddings[path] = stored
-                return
+            self._plan.embeddings[path] = stored
+            return
         self._plan.loaded[name] = DequantizedTensor(stored, is_transposed)
 
     def _hold_tied_linears(self, key: str, stored: StoredWeight) -> None:

@@ -27,7 +27,7 @@ class LegMessages:
 
     def submit(self, incarnation: str, submit: Submit) -> bool:
         """Send a leg; False if the node is gone."""
-        self._view.dispatched(incarnation, submit.attempt, submit.num_sequences)
+        self._view.dispatched(incarnation, submit.attempt, submit.num_sequences, submit.num_tokens)
         return self._nodes.send(incarnation, submit)
 
     def adopt(self, incarnation: str, adopt: Adopt, num_sequences: int) -> bool:

@@ -348,7 +348,7 @@ class LiveRequests:
             self._view.noticed(incarnation, report.notice)
         if report.load.draining:
             self.changed.set()
-        if self._waiting and (report.adapters is not None or not self._view.is_full(incarnation)):
+        if self._waiting and (report.adapters is not None or not self._view.why_full(incarnation)):
             self._serve_queue()
 
     def _end_adoptions(self, incarnation: str, report: StepReport) -> None:

@@ -76,6 +76,7 @@ from router.operations.metrics import connection_figures, figures
 from router.operations.operator_handler import OperatorHandler
 from router.operations.steering import Steering
 from router.placement.placer import PlacementSettings, Placer, Policy
+from router.placement.room import RoomRules
 from router.placement.view import ClusterView
 from router.timers import LoopTimers, first_of, sleep_until
 
@@ -174,8 +175,8 @@ class _Core:
         self.keys = KeyRing(config.api_keys) if config.api_keys is not None else None
         self.tracer = start_tracing(os.environ, "router", config.router_id, self.incarnation)
         self.connect = partial(NodeClient, dialer=Dialer.to_role(CallerRole.NODE, config.cluster, self.tls))
-        settings = placement_settings(config)
-        self.view = ClusterView(self.timers.monotonic, needs_pairs=settings.require_disaggregation)
+        settings, rules = placement_settings(config), RoomRules(**settings_for(RoomRules, config))
+        self.view = ClusterView(self.timers.monotonic, rules, needs_pairs=settings.require_disaggregation)
         self.placer = Placer(settings)
         self.links = NodeLinks(self.connect, config.router_id, self.timers, self.rng, LinkTimes(), self.incarnation)
         self.cards = CurrentCard(model.card, self.view, self.timers.monotonic, inputs.not_allowed)

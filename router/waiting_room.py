@@ -252,8 +252,8 @@ class WaitingRoom:
             choice = self._choose(candidates, active, place)
         placement = choice.placement
         for node in (placement.prefill, placement.decode):
-            if node is not None and self._view.is_full(node.incarnation):
-                raise Overloaded("every node is full")
+            if node is not None and (why := self._view.why_full(node.incarnation)):
+                raise Overloaded(f"every node is full: the best one {why}")
         self._check_in_time(ticket, choice)
         return choice
 

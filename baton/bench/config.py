@@ -97,7 +97,7 @@ class OverloadConfig:
     @property
     def run_at_once(self) -> int:
         """Requests that the decode node gets at once: those that it runs, and some more; see
-        `router.admission.admission.is_full`.
+        `router.placement.room`.
         """
         return self.max_num_seqs + max(2, self.max_num_seqs // 8)
 

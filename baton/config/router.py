@@ -40,6 +40,16 @@ class RouterSettings(ClusterSettings):
         description="Most requests for text, and as many for embeddings, that wait at a router for a free node. When "
         "there are more, the least urgent ones are refused.",
     )
+    kv_room: Annotated[float, Field(ge=0.0, le=16.0)] = Field(
+        1.0,
+        description="Which share of a node's KV cache its requests may need, before more of them wait at the router; "
+        "0: any. Above 1 they wait on the node.",
+    )
+    steps_ahead: Annotated[int, Field(ge=1, le=1024)] = Field(
+        4,
+        description="For how many steps a node may have tokens of prompts to compute, before more requests wait at the "
+        "router.",
+    )
     max_running: Count = Field(
         16_384, description="Most requests of one router that are on nodes at once; more wait at the router."
     )

@@ -255,6 +255,9 @@ class SchedulerStats:
     total_blocks: Annotated[int, Metric("kv_cache_blocks", "Blocks of the KV cache.")]
     free_blocks: int
     """Blocks that an allocation could take now (free and idle cached ones)."""
+    promised_blocks: Annotated[
+        int, Metric("kv_promised_blocks", "Blocks in use, and those that waiting requests will need for their tokens.")
+    ]
     leased_blocks: Annotated[int, Metric("kv_leased_blocks", "Blocks of ended requests that a peer may still read.")]
     quarantined_blocks: Annotated[
         int, Metric("kv_quarantined_blocks", "Blocks of ended requests that reads may still fill.")

@@ -262,6 +262,7 @@ class Scheduler:
             num_requests_waiting_by_reason=self._waiting.num_by_reason(),
             total_blocks=pool.num_total_blocks,
             free_blocks=pool.num_free_blocks,
+            promised_blocks=self.num_promised_blocks,
             leased_blocks=pool.num_leased_blocks,
             quarantined_blocks=pool.num_quarantined_blocks,
             total_host_blocks=host.pool.num_total_blocks if host is not None else 0,
@@ -288,6 +289,16 @@ class Scheduler:
             num_to_fill += request.num_tokens - request.num_computed_tokens
         num_uncomputed_tokens = self._waiting.num_queued_tokens + num_to_fill
         return num_uncomputed_tokens, self._state.decodes.num_context_tokens + num_filled
+
+    @property
+    def num_promised_blocks(self) -> int:
+        """Blocks that are in use, each once, and those that waiting requests will need for the tokens that they have.
+
+        Of a waiting request none counts as cached, and all as seen by its windows. In O(1).
+        """
+        manager = self.kv_cache_manager
+        in_use = manager.pool.num_total_blocks - manager.pool.num_free_blocks
+        return in_use + self._waiting.num_blocks_to_take * manager.num_groups
 
     @property
     def num_waiting_for_remote_kvs(self) -> int:

@@ -174,6 +174,11 @@ class Submit:
         params = self.spec.sampling_params
         return 1 if self.leg is Leg.PREFILL else params.beam_width or params.n
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens that its sequences begin with."""
+        return len(self.spec.prompt_token_ids) + len(self.output_token_ids)
+
 
 @value(frozen=True, slots=True)
 class Abort:
@@ -326,6 +331,8 @@ class LoadReport:
     """Tokens of prompts that wait or are being computed."""
     context_tokens: int = 0
     """Tokens of running sequences in the KV cache."""
+    promised_blocks: int = 0
+    """Blocks that are in use, each once, and those that waiting requests will need for the tokens that they have."""
 
     @property
     def kv_usage(self) -> float:

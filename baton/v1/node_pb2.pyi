@@ -541,7 +541,7 @@ class StageTimings(_message.Message):
     def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., external_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., intake_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ...) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("running", "waiting", "waiting_for_remote_kvs", "total_blocks", "free_blocks", "leased_blocks", "quarantined_blocks", "draining", "uncomputed_tokens", "context_tokens")
+    __slots__ = ("running", "waiting", "waiting_for_remote_kvs", "total_blocks", "free_blocks", "leased_blocks", "quarantined_blocks", "draining", "uncomputed_tokens", "context_tokens", "promised_blocks")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_REMOTE_KVS_FIELD_NUMBER: _ClassVar[int]
@@ -552,6 +552,7 @@ class LoadReport(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     UNCOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     waiting_for_remote_kvs: int
@@ -562,7 +563,8 @@ class LoadReport(_message.Message):
     draining: bool
     uncomputed_tokens: int
     context_tokens: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_for_remote_kvs: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., draining: _Optional[bool] = ..., uncomputed_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ...) -> None: ...
+    promised_blocks: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_for_remote_kvs: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., draining: _Optional[bool] = ..., uncomputed_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., promised_blocks: _Optional[int] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()

@@ -1,11 +1,8 @@
 """The queue in front of placement: which requests wait, in which order, and which are turned away.
 
-Pure: the clock is an argument. Nodes have queues of their own, but a request that waits there can neither be overtaken
-nor moved any more, and is lost with its node. So the router gives a node little more than it can run and keeps the rest
-here. The rules:
+Pure: the clock is an argument. The rules:
 
-1. A full node gets no new request. A node is full when it has some headroom beyond what it runs at once, so that it
-   never falls idle between two reports. Nodes that don't say how much they run are never full.
+1. A node without room (`router.placement.room`) gets no new request.
 2. A request that finds no node, or only full ones, waits; there is one queue for both (and another one for embeddings,
    see `waiting_room`). First come requests that were placed before and lost their nodes: their clients are in
    mid-stream. The others are ordered by priority, and waiting makes up for priority as on the nodes, so that no request
@@ -28,11 +25,8 @@ from random import Random
 from typing import Generic, TypeVar
 
 from baton.errors import QueueFull, WouldBeLate
-from baton.messages.node import NodeDescription
 from baton.values import value
 
-_QUEUED_STEPS = 16
-"""A node with uncomputed prompt tokens for so many steps is full, however few sequences it has."""
 _RECENT = 64
 """The number of latest requests whose times are kept."""
 _OF_LATE_S = 60.0
@@ -41,20 +35,6 @@ _SHORTEST_RETRY_S = 1.0
 _LONGEST_RETRY_S = 60.0
 
 T = TypeVar("T")
-
-
-def is_full(node: NodeDescription, sequences: float, waiting: int, uncomputed_tokens: int) -> bool:
-    """Whether a further request would only wait in the node's own queue.
-
-    `sequences`: all that the node has, including our own that it has not reported yet; `waiting`: those that wait for
-    room there, as it reported; `uncomputed_tokens`: those of prompts that wait or are being computed there.
-    """
-    if node.max_num_seqs:
-        headroom = max(2, node.max_num_seqs // 8)
-        if waiting >= headroom or sequences >= node.max_num_seqs + headroom:
-            return True
-    step = node.max_num_batched_tokens
-    return bool(step) and uncomputed_tokens >= _QUEUED_STEPS * step
 
 
 @value(frozen=True, slots=True)

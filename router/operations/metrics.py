@@ -8,6 +8,7 @@ from typing import Protocol
 from baton.observe.metrics import Distribution, Figure, by_label, declared_figures
 from baton.security.connection_limit import ConnectionLimit, Refusal
 from router.live_requests import LiveRequests
+from router.placement.room import Lack
 from router.placement.view import ClusterView
 
 
@@ -21,6 +22,8 @@ def figures(requests: LiveRequests, view: ClusterView, now: float, wall: float) 
     yield Figure("logprob_reserved_bytes", text, requests.logprob_budget.num_bytes, {})
     yield from declared_figures(requests.counters)
     yield from requests.placer.figures(now)
+    text = "How often a node with room for more requests came to have none, by what it lacked."
+    yield from by_label("router_node_full_total", text, "why", {lack.value: view.num_full[lack] for lack in Lack})
     for status in view.statuses(now, wall):
         # The name and role of the node, not of this process.
         labels = {"node": status.name, "role": status.role}

@@ -142,7 +142,7 @@ class CostTable:
 
     def _note_candidate(self, row: int, candidate: Candidate) -> None:
         self._of_row[row] = candidate
-        self._full[row], self._left_out[row] = candidate.is_full, candidate.is_left_out
+        self._full[row], self._left_out[row] = candidate.lack is not None, candidate.is_left_out
         self._order[row] = candidate.last_chosen << _RANK_BITS | int(self._rank[row])
         self._stale.add(row)
 

@@ -11,8 +11,8 @@ from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import KVFormat
 from baton.messages.node import LoadReport, NodeDescription, Role
 from baton.registry import NodeRecord
-from router.admission.admission import is_full
 from router.placement.placement import Candidate, disagreement
+from router.placement.room import Lack, RoomRules, UnreportedBlocks
 
 Partners: TypeAlias = Mapping[str, Mapping[tuple[Role, KVFormat], NodeDescription]]
 """By the bits of a version, an attached node of each role and format of the KV."""
@@ -50,6 +50,8 @@ class KnownNode:
     """For each of our legs on it, the number of sequences that it computes."""
     ours: int = 0
     """The sum of `in_flight`: number of our sequences on it."""
+    unreported: UnreportedBlocks = field(default_factory=UnreportedBlocks)
+    """What our legs will need that it has not reported yet."""
     attached_at: float = 0.0
     last_chosen: int = 0
     lost_at: float | None = None
@@ -66,6 +68,7 @@ class KnownNode:
         """Forget our legs: nothing that we sent there runs any more."""
         self.in_flight.clear()
         self.ours = 0
+        self.unreported.clear()
 
     @property
     def state(self) -> NodeState:
@@ -77,25 +80,21 @@ class KnownNode:
             return NodeState.STARTING
         return NodeState.SUSPECT if self.registered else NodeState.LOST
 
-    @property
-    def is_full(self) -> bool:
-        """Whether a further request would only wait on the node (`admission.is_full`), or no stream to it was open."""
-        load, description = self.load, self.description
-        if description is None:
-            return True
-        return is_full(description, self.others + self.ours, load.waiting, load.uncomputed_tokens)
+    def lack(self, rules: RoomRules) -> Lack | None:
+        """What it lacks for a further request; None: it has room. A stream to it was open."""
+        assert self.description is not None
+        return rules.lack(self.description, self.load, self.others + self.ours, self.unreported.num_blocks)
 
-    def candidate(self, *, is_left_out: bool = False) -> Candidate | None:
+    def candidate(self, rules: RoomRules, *, is_left_out: bool = False) -> Candidate | None:
         """The node as one that can be given work; None if it takes none."""
         description, load = self.description, self.load
         if description is None or self.state is not NodeState.READY:
             return None
-        sequences = self.others + self.ours
         return Candidate(
             description,
-            float(sequences),
+            float(self.others + self.ours),
             self.last_chosen,
-            is_full(description, sequences, load.waiting, load.uncomputed_tokens),
+            self.lack(rules),
             load.uncomputed_tokens,
             load.context_tokens,
             self.attached_at,

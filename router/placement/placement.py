@@ -14,6 +14,7 @@ from baton.messages.node_model import GENERATES, Capability, in_order
 from baton.values import value
 from router.admission.request import ValidRequest
 from router.placement.reasons import EMBEDDING, IN_TURN, LEAST_LOADED, Reason, no_node_left, no_pair_agrees
+from router.placement.room import Lack
 
 
 @dataclass(slots=True)
@@ -28,8 +29,8 @@ class Candidate:
     """Number of sequences on the node, including those that it has not reported yet."""
     last_chosen: int
     """The number of the router's latest dispatch to it; among equal loads the node that was unused for longest wins."""
-    is_full: bool = False
-    """Whether a further request would only wait there, see `router.admission.admission.is_full`."""
+    lack: Lack | None = None
+    """Why a further request would only wait there; None: it has room."""
     uncomputed_tokens: int = 0
     """Tokens of prompts that wait or are being computed there, as it reported."""
     context_tokens: int = 0
@@ -250,7 +251,7 @@ def _what_is_needed(demand: Demand) -> str:
 
 def with_room(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """The nodes that are not full, or all of a role if all of it are full; `candidates` itself if none is full."""
-    open_ones = [candidate for candidate in candidates if not candidate.is_full]
+    open_ones = [candidate for candidate in candidates if candidate.lack is None]
     if len(open_ones) == len(candidates):
         return candidates
     open_roles = {candidate.node.role for candidate in open_ones}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import cast
 
@@ -19,6 +20,7 @@ from baton.registry import DesiredState, NodeRecord
 from router.listeners import Listeners
 from router.placement.known_node import KnownNode, NodeState, Partners
 from router.placement.placement import Candidate, Candidates, Demand, NodeSize, Origin, may_serve, size_of
+from router.placement.room import DEFAULT_RULES, Lack, RoomRules
 from router.placement.versions import Registered, Serving, left_out, serving_versions
 
 LOST_SHOWN_S = 60.0
@@ -33,12 +35,17 @@ _MOST_SIZES = 64
 class ClusterView:
     """All known incarnations of nodes. Its only writer is the router's event loop."""
 
-    def __init__(self, clock: Callable[[], float] = lambda: 0.0, *, needs_pairs: bool = False) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = lambda: 0.0, rules: RoomRules = DEFAULT_RULES, *, needs_pairs: bool = False
+    ) -> None:
         """`clock`: seconds on the router's clock; without one, the version of most nodes serves at each moment.
 
-        `needs_pairs`: whether requests are served by pairs of nodes alone.
+        `rules`: which nodes have room. `needs_pairs`: whether requests are served by pairs of nodes alone.
         """
+        self.num_full: Counter[Lack] = Counter()
+        """How often a node with room came to have none, by what it lacked."""
         self._clock = clock
+        self._rules = rules
         self._needs_pairs = needs_pairs
         self._nodes: dict[str, KnownNode] = {}
         self._ordered: dict[str, int] | None = None
@@ -135,6 +142,7 @@ class ClusterView:
         if node.load.draining is not load.draining:
             self._takers_changed()
         node.load = load
+        node.unreported.reported()
         # Legs that we sent a moment ago are not in the report yet: a count below ours says nothing about others.
         node.others = max(0, load.running + load.waiting + load.waiting_for_remote_kvs - node.ours)
         self._candidate_changed(node)
@@ -237,14 +245,16 @@ class ClusterView:
         other_bits = {node.bits for node in self.descriptions()} - {node.bits for node in served_by}
         return {size for size in all_sizes if size.bits not in other_bits}
 
-    def dispatched(self, incarnation: str, attempt: AttemptKey, num_sequences: int = 1) -> None:
-        """A leg with so many sequences was sent to a node."""
+    def dispatched(self, incarnation: str, attempt: AttemptKey, num_sequences: int = 1, num_tokens: int = 0) -> None:
+        """A leg with so many sequences was sent to a node, which begin with so many tokens; 0: they are there."""
         node = self._nodes.get(incarnation)
         if node is None:
             return
         if node.description is not None and (seats := node.description.max_num_seqs):
             # Its further sequences are held back on the node, and take no room from other requests.
             num_sequences = min(num_sequences, most_at_once(seats))
+        if node.description is not None and num_tokens:
+            node.unreported.add(attempt, num_tokens // node.description.block_size + num_sequences)
         self._chosen += 1
         node.ours += num_sequences - node.in_flight.get(attempt, 0)
         node.in_flight[attempt] = num_sequences
@@ -256,6 +266,7 @@ class ClusterView:
         node = self._nodes.get(incarnation)
         if node is not None and attempt in node.in_flight:
             node.ours -= node.in_flight.pop(attempt)
+            node.unreported.remove(attempt)
             self._candidate_changed(node)
             if node.cordoned:
                 self.on_cordoned_work()
@@ -293,7 +304,8 @@ class ClusterView:
         changed = []
         for incarnation in self._changed:
             number, is_left_out = self._ordered[incarnation], incarnation in self._left_out
-            candidate = self._nodes[incarnation].candidate(is_left_out=is_left_out)
+            candidate = self._nodes[incarnation].candidate(self._rules, is_left_out=is_left_out)
+            self._count_full(self._slots[number], candidate)
             are_same &= (candidate is None) is (self._slots[number] is None)
             self._slots[number] = candidate
             if candidate is not None:
@@ -332,10 +344,17 @@ class ClusterView:
         """Whether a node that takes work may continue a stream of this origin."""
         return any(origin.allows(candidate.node) for candidate in self.candidates())
 
-    def is_full(self, incarnation: str) -> bool:
-        """Whether a further request would only wait on the node (`admission.is_full`), or the node is gone."""
+    def _count_full(self, before: Candidate | None, after: Candidate | None) -> None:
+        if after is not None and after.lack is not None and (before is None or before.lack is None):
+            self.num_full[after.lack] += 1
+
+    def why_full(self, incarnation: str) -> str:
+        """Why a further request would only wait on the node, as the rest of a sentence; empty: it has room."""
         node = self._nodes.get(incarnation)
-        return node is None or node.is_full
+        if node is None or node.description is None:
+            return "is gone"
+        lack = node.lack(self._rules)
+        return "" if lack is None else lack.story
 
     def descriptions(self) -> tuple[NodeDescription, ...]:
         """The descriptions of all attached nodes; the same tuple until one comes or goes."""

@@ -13,6 +13,7 @@ from baton.messages.sampling import SamplingParams
 from baton.node.reports.reports import node_record
 from baton.registry import NodeRecord
 from router.admission.request import ValidRequest
+from router.placement.room import DEFAULT_RULES, RoomRules
 from router.placement.view import ClusterView
 
 MODEL = "demo"
@@ -66,10 +67,13 @@ def record_of(node: NodeDescription, *, started_at: float = 1.0) -> NodeRecord:
 
 
 def view_of(
-    *nodes: NodeDescription, clock: Callable[[], float] = lambda: 0.0, needs_pairs: bool = False
+    *nodes: NodeDescription,
+    clock: Callable[[], float] = lambda: 0.0,
+    rules: RoomRules = DEFAULT_RULES,
+    needs_pairs: bool = False,
 ) -> ClusterView:
     """A view to which these nodes are attached, which were started one after the other."""
-    view = ClusterView(clock, needs_pairs=needs_pairs)
+    view = ClusterView(clock, rules, needs_pairs=needs_pairs)
     view.registered([replace(record_of(node), start_number=1 + place) for place, node in enumerate(nodes)])
     for node in nodes:
         view.attached(node, now=0.0)

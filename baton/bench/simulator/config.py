@@ -139,6 +139,13 @@ class SimulationConfig:
         int | None,
         Flag("Nodes of each role that the router considers, drawn at random for each request. Default: all.", min=1),
     ] = None
+    kv_room: Annotated[
+        float, Flag("Share of a node's KV cache that its requests may need before more wait at the router.", min=0)
+    ] = 1.0
+    """0: any share."""
+    steps_ahead: Annotated[
+        int, Flag("Steps for which a node may have tokens of prompts before more requests wait at the router.", min=1)
+    ] = 4
     nic_bytes_per_s: Annotated[
         float,
         Flag(

@@ -44,6 +44,7 @@ from router.flight.flight_table import AttemptCause
 from router.live_requests import LiveRequests
 from router.placement.placement import Candidates
 from router.placement.placer import Placer
+from router.placement.room import RoomRules
 from router.placement.view import ClusterView
 
 MODEL = "simulated"
@@ -85,8 +86,8 @@ class SampledView(ClusterView):
     This is the power of a few choices (Mitzenmacher, IEEE TPDS 2001); its cost does not grow with the cluster.
     """
 
-    def __init__(self, choices: int, rng: Random) -> None:
-        super().__init__()
+    def __init__(self, choices: int, rng: Random, rules: RoomRules) -> None:
+        super().__init__(rules=rules)
         self._choices = choices
         self._rng = rng
         self._by_role: dict[Role, list[str]] = {}
@@ -104,7 +105,7 @@ class SampledView(ClusterView):
     def candidates(self) -> Candidates:
         drawn = [self._rng.sample(names, min(self._choices, len(names))) for names in self._by_role.values()]
         nodes = [self._nodes[name] for names in drawn for name in names]
-        return Candidates((candidate for node in nodes if (candidate := node.candidate())), None, None)
+        return Candidates((candidate for node in nodes if (candidate := node.candidate(self._rules))), None, None)
 
 
 class SimulatedClient(EventQueue):
@@ -164,7 +165,8 @@ class SimulatedRouter:
         self._block_size = config.sizes.block_size
         self._message_s = config.message_s
         self._ended = ended
-        self._view = ClusterView() if config.choices is None else SampledView(config.choices, rng)
+        rules, choices = RoomRules(config.kv_room, config.steps_ahead), config.choices
+        self._view = ClusterView(rules=rules) if choices is None else SampledView(choices, rng, rules)
         self._nodes: dict[str, SimulatedNode] = {}
         self._records: dict[str, NodeRecord] = {}
         self._params: dict[int, SamplingParams] = {}

@@ -55,7 +55,9 @@ def simulate(
         int | None, typer.Option(help="Simulate every arrangement of N nodes.", min=2, max=_MOST_NODES)
     ] = None,
     policy: Annotated[list[Policy] | None, typer.Option(help="Placement policy. May be repeated.")] = None,
-    routers: Annotated[Given, FlagsOf(SimulationConfig, "choices cells", are_optional=True)] = NOT_GIVEN,
+    routers: Annotated[
+        Given, FlagsOf(SimulationConfig, "choices cells kv_room steps_ahead", are_optional=True)
+    ] = NOT_GIVEN,
     arrivals: Annotated[
         Given,
         FlagsOf(

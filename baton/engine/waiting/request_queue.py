@@ -34,6 +34,15 @@ def tokens_to_compute(request: Request) -> int:
     return request.num_tokens if request.is_root else 1
 
 
+def blocks_to_take(request: Request, block_size: int) -> int:
+    """How many stripes of blocks a waiting request takes for its tokens and the next one, if none of them is cached.
+
+    The number does not change while the request waits. A further sequence or beam shares the blocks of its root.
+    """
+    is_alone = request.is_root or request.status in (RequestStatus.PREEMPTED, RequestStatus.SWAPPED)
+    return request.num_tokens // block_size + 1 if is_alone else 1
+
+
 Turn = tuple[float, ...]
 """A waiting request's sort key: smaller ones are tried first. Comparable between queues that share a policy and a
 `QueuePositions`."""
@@ -68,12 +77,17 @@ class RequestQueue:
     gain priority by waiting, so that none starves.
     """
 
-    def __init__(self, positions: QueuePositions | None = None, *, ageing_s: float | None = None) -> None:
+    def __init__(
+        self, positions: QueuePositions | None = None, *, ageing_s: float | None = None, block_size: int = 1
+    ) -> None:
         """`ageing_s`: seconds of waiting that outweigh a priority difference of 1; 0: waiting counts for nothing, None:
-        priorities do.
+        priorities do. `block_size`: tokens of a block.
         """
         self.num_tokens = 0
         """The sum of `tokens_to_compute` over all requests in the queue."""
+        self.num_blocks = 0
+        """The sum of `blocks_to_take` over all requests in the queue."""
+        self._block_size = block_size
         self._ageing_s = ageing_s
         self._positions = positions if positions is not None else QueuePositions()
         self._heap: list[tuple[Turn, Request]] = []
@@ -91,6 +105,7 @@ class RequestQueue:
     def add(self, request: Request) -> None:
         """Add a new request at the end, or one that already has a position (see `QueuePositions`) there."""
         self.num_tokens += tokens_to_compute(request)
+        self.num_blocks += blocks_to_take(request, self._block_size)
         if not request.queue_position:
             request.queue_position = self._positions.behind_all()
         # No two requests have one position, so requests themselves are never compared.
@@ -100,6 +115,7 @@ class RequestQueue:
         """Remove and return the next request; raises IndexError when the queue is empty."""
         _, request = heapq.heappop(self._heap)
         self.num_tokens -= tokens_to_compute(request)
+        self.num_blocks -= blocks_to_take(request, self._block_size)
         return request
 
     def prepend(self, request: Request) -> None:
@@ -117,6 +133,7 @@ class RequestQueue:
         gone = [request for _, request in self._heap if request.request_id in request_ids]
         if gone:
             self.num_tokens -= sum(map(tokens_to_compute, gone))
+            self.num_blocks -= sum([blocks_to_take(request, self._block_size) for request in gone])
             self._heap = [entry for entry in self._heap if entry[1].request_id not in request_ids]
             heapq.heapify(self._heap)
 
@@ -165,6 +182,11 @@ class AdapterQueues:
     def num_tokens(self) -> int:
         """The sum of `tokens_to_compute` over all requests."""
         return sum(queue.num_tokens for queue in self._queues.values())
+
+    @property
+    def num_blocks(self) -> int:
+        """The sum of `blocks_to_take` over all requests."""
+        return sum(queue.num_blocks for queue in self._queues.values())
 
     @property
     def next_turn(self) -> Turn:

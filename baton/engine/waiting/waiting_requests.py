@@ -35,7 +35,7 @@ class WaitingRequests:
         ageing_s = config.priority_ageing_s if config.policy == "priority" else None
 
         def empty_queue() -> RequestQueue:
-            return RequestQueue(self._positions, ageing_s=ageing_s)
+            return RequestQueue(self._positions, ageing_s=ageing_s, block_size=config.block_size)
 
         self.for_seat = AdapterQueues(empty_queue)
         """Requests that wait for a seat, without blocks; parked beams that continue have blocks."""
@@ -72,6 +72,13 @@ class WaitingRequests:
         Takes a time that grows with the number of their adapters only.
         """
         return self.for_seat.num_tokens + self.for_load.num_tokens
+
+    @property
+    def num_blocks_to_take(self) -> int:
+        """The stripes of blocks that requests without blocks will take; those that wait for a grammar or an adapter are
+        not counted, which they do for a moment only. Takes a time that grows with the number of their adapters only.
+        """
+        return self.for_seat.num_blocks + self.for_load.num_blocks + self.swapped.num_blocks
 
     @property
     def may_be_admitted(self) -> bool:

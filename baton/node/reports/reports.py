@@ -87,6 +87,7 @@ def load_report(stats: SchedulerStats, *, draining: bool = False) -> LoadReport:
         draining=draining,
         uncomputed_tokens=stats.num_uncomputed_tokens,
         context_tokens=stats.num_context_tokens,
+        promised_blocks=stats.promised_blocks,
     )
 
 
@@ -107,6 +108,7 @@ def load_of(scheduler: Scheduler, *, draining: bool = False) -> LoadReport:
         draining,
         num_uncomputed_tokens,
         num_context_tokens,
+        scheduler.num_promised_blocks,
     )
 
 

@@ -17,7 +17,7 @@ from baton.engine.request import Request, RequestStatus
 from baton.engine.runner import STATE_WINDOW
 from baton.engine.sequences.beams import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_id
-from baton.engine.waiting.request_queue import tokens_to_compute
+from baton.engine.waiting.request_queue import blocks_to_take, tokens_to_compute
 from baton.messages.node import Leg, Outcome
 from baton.messages.speculation import SpeculationConfig
 from tests.doubles.fake_connector import FakeLoad
@@ -334,6 +334,15 @@ class EngineMachine(RuleBasedStateMachine):
             for request in alive
             if request.status in waiting and request.request_id not in self.held_back()
         ) + sum(request.num_tokens - request.num_computed_tokens for request in filling)
+        manager = self.rig.scheduler.kv_cache_manager
+        to_take = sum(
+            blocks_to_take(request, self.rig.config.block_size)
+            for request in alive
+            if request.status in (*waiting, RequestStatus.SWAPPED) and request.request_id not in self.held_back()
+            # Those that have blocks already wait for the next step alone.
+            if request.leg is not Leg.DECODE or not manager.has_table(request.request_id)
+        )
+        assert stats.promised_blocks == stats.total_blocks - stats.free_blocks + to_take * manager.num_groups
 
     @invariant()
     def leased_kv_is_intact(self) -> None:

@@ -58,7 +58,10 @@ def test_preempted_and_swapped_requests_have_different_reasons() -> None:
         while rig.requests["new"].status is not status:
             rig.step()
         assert waiting(rig) == {reason: 1}
-        assert rig.scheduler.make_stats().num_preemptions_by_mode[mode] == 1
+        stats = rig.scheduler.make_stats()
+        assert stats.num_preemptions_by_mode[mode] == 1
+        to_take = rig.requests["new"].num_tokens // rig.config.block_size + 1
+        assert stats.promised_blocks == stats.total_blocks - stats.free_blocks + to_take
         rig.run()
         assert waiting(rig) == {}
 

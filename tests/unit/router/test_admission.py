@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.errors import QueueFull, WouldBeLate
-from router.admission.admission import AdmissionQueue, LatencyTargets, Ticket, is_full
-from tests.support.router_parts import decode
+from router.admission.admission import AdmissionQueue, LatencyTargets, Ticket
 
 NO_TARGETS = LatencyTargets()
 
@@ -123,15 +122,6 @@ def test_refused_clients_retry_after_the_queue_has_drained_with_jitter() -> None
     assert all(15.0 <= seconds <= 25.0 for seconds in said)
     assert len(set(said)) == 50
     assert waiting.retry_after_s(1) <= 75.0, "bounded"
-
-
-def test_a_node_is_full_slightly_above_the_number_of_sequences_it_runs() -> None:
-    node = decode(max_num_seqs=16, max_num_batched_tokens=100)
-    assert not is_full(node, sequences=17, waiting=1, uncomputed_tokens=1599)
-    assert is_full(node, sequences=18, waiting=0, uncomputed_tokens=0)
-    assert is_full(node, sequences=3, waiting=2, uncomputed_tokens=0), "it has no room for those"
-    assert is_full(node, sequences=1, waiting=0, uncomputed_tokens=1600)
-    assert not is_full(decode(), sequences=10_000, waiting=10_000, uncomputed_tokens=10**9), "its size is not known"
 
 
 class QueueMachine(RuleBasedStateMachine):

@@ -18,6 +18,7 @@ from router.placement.cost_model import NodeCosts, PlacementQuery, ServiceLevel,
 from router.placement.cost_table import CostTable, fitting_kinds
 from router.placement.placement import Candidate, Candidates, Demand, Origin, fitting_nodes, may_serve, with_room
 from router.placement.rates import StepRates
+from router.placement.room import Lack
 from tests.support.router_parts import MODEL, decode, prefill
 
 NOW = 100.0
@@ -48,7 +49,7 @@ def some_candidate(rng: Random, node: NodeDescription) -> Candidate:
         node,
         load=float(rng.choice([0, 1, 2, 30])),
         last_chosen=rng.choice([0, 0, 1, 2, 3]),
-        is_full=rng.random() < 0.2,
+        lack=Lack.SEATS if rng.random() < 0.2 else None,
         uncomputed_tokens=rng.choice([0, 0, 1, 600]),
         context_tokens=rng.choice([0, 5000]),
         attached_at=rng.choice([0.0, NOW, NOW - 1.0]),

@@ -77,10 +77,10 @@ async def test_a_full_node_is_skipped_while_another_has_room() -> None:
 
 async def test_queued_prompts_fill_a_prefill_node_and_its_report_admits_the_next_one() -> None:
     async with router_rig(prefill(max_num_seqs=64, max_num_batched_tokens=2), decode()) as rig:
-        await rig.tell_all("p1", running=1, uncomputed_tokens=32)
+        await rig.tell_all("p1", running=1, uncomputed_tokens=8)
         reader = await rig.accepted(max_tokens=1)
         assert rig.requests.num_waiting == 1
-        rig.nodes["p1"].report(load=LoadReport(running=1, uncomputed_tokens=31))
+        rig.nodes["p1"].report(load=LoadReport(running=1, uncomputed_tokens=7))
         attempt = await rig.next_attempt("p1")
         await rig.end(reader, "p1", attempt, 0, "a")
 
@@ -269,7 +269,7 @@ async def test_the_limit_on_waiting_depends_on_what_is_waited_for() -> None:
         rig.timers.advance(1.5)
         error = await waiting.raises(Overloaded)
         assert type(error) is Overloaded
-        assert str(error) == "every node is full"
+        assert str(error) == "every node is full: the best one has as many requests as it runs at once"
         await all_leave(*running)
 
 

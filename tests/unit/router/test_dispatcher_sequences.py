@@ -65,7 +65,7 @@ async def test_placement_counts_the_sequences_that_a_node_runs_at_once() -> None
         readers = [rig.ask(n=128)]
         large = await rig.next_attempt("d1")
         (candidate,) = rig.view.candidates()
-        assert (candidate.load, candidate.is_full) == (4, False), "the others are held back on the node"
+        assert (candidate.load, candidate.lack) == (4, None), "the others are held back on the node"
         readers.append(rig.ask())
         small = await rig.next_submit("d1")
         assert small.spec.sampling_params.n == 1

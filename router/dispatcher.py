@@ -179,7 +179,7 @@ class Dispatcher:
                 raise self._shutting_down()
             # Checked before any work is done for the request.
             raw = with_allowed_priority(raw, self._limits.min_priority)
-            self.requests.check_room(raw.priority, embeds=raw.pooling is not None)
+            self.requests.check_room(raw.priority, raw.tenant, embeds=raw.pooling is not None)
             request = await self._validated(raw)
             return self._open(request, Answer(self._codec, request), call)
 

@@ -177,9 +177,9 @@ class LiveRequests:
 
     # --- requests come and go ---
 
-    def check_room(self, priority: int, *, embeds: bool) -> None:
+    def check_room(self, priority: int, tenant: str, *, embeds: bool) -> None:
         """Raises QueueFull if a new request of this priority could not even wait for nodes."""
-        self._waiting.check_room(priority, embeds=embeds)
+        self._waiting.check_room(priority, tenant, embeds=embeds)
 
     def open(self, request: ValidRequest, answer: Answer, queue: EventQueue, call: ClientCall) -> ActiveRequest:
         """Take in a request, which `start` begins and `close` ends.
@@ -246,7 +246,7 @@ class LiveRequests:
         """
         self.counters.adopted += 1
         self.placer.adopted(active.request, record.key.attempt, placement, self._timers.monotonic())
-        self._waiting.placed(active, active.admitted_at)
+        self._waiting.placed(active, active.admitted_at, is_charged=False)
         active.placed_last_at = active.placed_at
         if placement.prefill is not None:
             self._adoptions.add(active, placement.decode.incarnation)

@@ -14,6 +14,7 @@ from baton.messages.node import NodeDescription
 from baton.messages.node_model import check_capable, in_order
 from baton.values import value
 from router.admission.admission import NO_TARGETS, AdmissionQueue, Ticket
+from router.admission.ledger import TenantLedger
 from router.admission.limits import DispatchLimits
 from router.flight.active_request import ActiveRequest
 from router.flight.flight_table import AttemptCause, GiveUp, Place
@@ -39,13 +40,19 @@ class _WaitingLine:
     """
 
     def __init__(self, limits: DispatchLimits, rng: Random) -> None:
-        self.queue: AdmissionQueue[ActiveRequest] = AdmissionQueue(limits.max_queue, limits.priority_ageing_s, rng)
+        self.queue: AdmissionQueue[ActiveRequest] = AdmissionQueue(
+            limits.max_queue, limits.priority_ageing_s, rng, TenantLedger(limits.fair_output_weight)
+        )
         self.num_placed = 0
+        self._is_fair = limits.fairness != "off"
 
-    @property
-    def retry_after_s(self) -> float:
+    def payer(self, tenant: str) -> str:
+        """The tenant that a request counts for; empty: one for all."""
+        return tenant if self._is_fair else ""
+
+    def retry_after_s(self, active: ActiveRequest) -> float:
         """After how many seconds a request that is turned away now should come again."""
-        return self.queue.retry_after_s(self.num_placed)
+        return self.queue.retry_after_s(self.num_placed, self.payer(active.tenant))
 
 
 class WaitingRoom:
@@ -82,11 +89,11 @@ class WaitingRoom:
         """Number of requests that are on nodes, or whose client still reads their output."""
         return self._text.num_placed + self._embeddings.num_placed
 
-    def check_room(self, priority: int, *, embeds: bool = False) -> None:
+    def check_room(self, priority: int, tenant: str, *, embeds: bool = False) -> None:
         """Raises QueueFull if a new request of this priority could not even wait."""
         line = self._embeddings if embeds else self._text
         if line.queue:
-            line.queue.check_room(priority, line.num_placed)
+            line.queue.check_room(priority, line.num_placed, line.payer(tenant))
 
     def find_nodes(self, active: ActiveRequest, place: Place) -> Choice | Wait | GiveUp:
         """Find nodes for an attempt, which is sent there.
@@ -117,7 +124,7 @@ class WaitingRoom:
         if not any(needs <= size.can for size in sizes):
             check_capable(model, needs, frozenset().union(*(size.can for size in sizes)))
         what = " and ".join(in_order(needs))
-        raise NoCapacity(f"no node that can {what} with {model} is up", self._line(active).retry_after_s)
+        raise NoCapacity(f"no node that can {what} with {model} is up", self._line(active).retry_after_s(active))
 
     def _line(self, active: ActiveRequest) -> _WaitingLine:
         return self._embeddings if active.request.embeds else self._text
@@ -151,7 +158,7 @@ class WaitingRoom:
         if not ticket.is_retry:
             if self._view.could_hold(demand_of(active.request), self._timers.monotonic()):
                 message = f"{error}; a node that was large enough was lost a short time ago"
-                raise NoCapacity(message, self._line(active).retry_after_s)
+                raise NoCapacity(message, self._line(active).retry_after_s(active))
             raise error
         return self._wait_for_nodes(ticket, NoCapacity(f"no node that is up is large enough: {error}"))
 
@@ -164,10 +171,10 @@ class WaitingRoom:
         was_lost = ticket.is_retry and cause is not AttemptCause.ADAPTER_UNAVAILABLE
         if was_lost or self._view.may_be_acknowledged(active.request.adapter):
             if len(self._unplaceable) >= self._limits.max_queue:
-                raise QueueFull("too many requests wait for nodes with their adapters", line.retry_after_s)
+                raise QueueFull("too many requests wait for nodes with their adapters", line.retry_after_s(active))
             return self._wait_for_nodes(ticket, error)
         name = active.request.shown_model
-        raise NoCapacity(f"no node that is up acknowledges the adapter of {name}", line.retry_after_s)
+        raise NoCapacity(f"no node that is up acknowledges the adapter of {name}", line.retry_after_s(active))
 
     def _wait_for_nodes(self, ticket: Ticket[ActiveRequest], why: Overloaded) -> Wait:
         active = ticket.item
@@ -194,16 +201,27 @@ class WaitingRoom:
                 del self._unplaceable[active]
                 self._line(active).queue.add(active.ticket, self._timers.monotonic(), self._line(active).num_placed)
 
-    def placed(self, active: ActiveRequest, at: float) -> None:
-        """Note that a request has nodes for the first time."""
+    def placed(self, active: ActiveRequest, at: float, *, is_charged: bool = True) -> None:
+        """Note that a request has nodes for the first time. `is_charged`: its tenant pays for it here."""
         active.placed_at, active.counts_as_placed = at, True
-        self._line(active).num_placed += 1
+        line, request = self._line(active), active.request
+        line.num_placed += 1
+        if not is_charged:
+            return
+        params = request.sampling_params
+        most_output = 0 if request.embeds else params.max_tokens
+        payer = line.payer(active.tenant)
+        active.charge = line.queue.ledger.charge(payer, request.num_prompt_tokens, most_output, params.n)
 
     def end(self, active: ActiveRequest) -> None:
         """Forget a request whose client has everything, or has left. Idempotent."""
         self.remove(active)
-        self._line(active).num_placed -= active.counts_as_placed
+        line = self._line(active)
+        line.num_placed -= active.counts_as_placed
         active.counts_as_placed = False
+        charge, active.charge = active.charge, None
+        if charge is not None:
+            line.queue.ledger.settle(charge, *active.tokens_computed(), active.request.sampling_params.n)
 
     def note_times(self, active: ActiveRequest) -> None:
         """Note the times of a request that has ended well, as a prediction for others."""
@@ -262,20 +280,20 @@ class WaitingRoom:
         targets, line, now = ticket.targets, self._line(ticket.item), self._timers.monotonic()
         if targets == NO_TARGETS:
             return
-        queue, num_placed, times = line.queue, line.num_placed, line.queue.times
+        queue, num_placed, times, tenant = line.queue, line.num_placed, line.queue.times, ticket.tenant
         way = choice.way
         if way is None:
             # The policy predicts nothing: only the times of earlier requests are known.
             if self._is_busy(choice.placement):
-                queue.check_in_time(targets, now, times.first_token_s(), times.token_s(), num_placed)
-            queue.check_pace(targets, times.pace_s(now), num_placed)
+                queue.check_in_time(targets, now, times.first_token_s(), times.token_s(), num_placed, tenant)
+            queue.check_pace(targets, times.pace_s(now), num_placed, tenant)
             return
         first_s, each_s = way.terms.first_token_ms / 1e3, way.terms.token_ms / 1e3
         # An idle node is always worth a try: otherwise one bad measurement would refuse the requests that correct it.
         if way.terms.queue_ms > 0.0:
-            queue.check_in_time(targets, now, first_s, each_s, num_placed)
+            queue.check_in_time(targets, now, first_s, each_s, num_placed, tenant)
         if way.decode.streams > 0.0 and times.token_s() > 0.0:
-            queue.check_pace(targets, each_s, num_placed)
+            queue.check_pace(targets, each_s, num_placed, tenant)
         else:
             queue.check_pace(targets, min(each_s, times.pace_s(now)), num_placed)
 
@@ -302,8 +320,14 @@ class WaitingRoom:
         )
 
     def _new_ticket(self, active: ActiveRequest, place: Place) -> Ticket[ActiveRequest]:
-        return self._line(active).queue.ticket(
-            active, active.started, active.request.priority, active.targets(), is_retry=place.is_retry
+        line = self._line(active)
+        return line.queue.ticket(
+            active,
+            active.started,
+            active.request.priority,
+            active.targets(),
+            is_retry=place.is_retry,
+            tenant=line.payer(active.tenant),
         )
 
     def _wait(self, ticket: Ticket[ActiveRequest], why: Overloaded) -> Wait:
@@ -319,7 +343,7 @@ class WaitingRoom:
 
     def displaced_error(self, active: ActiveRequest) -> QueueFull:
         """The error of a request that gave way to another one."""
-        return QueueFull("the queue is full, and a more urgent request came", self._line(active).retry_after_s)
+        return QueueFull("the queue is full, and a more urgent request came", self._line(active).retry_after_s(active))
 
     def waits_until(self, active: ActiveRequest) -> float:
         """When a waiting request will have waited long enough for what it waits for now."""
@@ -340,7 +364,7 @@ class WaitingRoom:
             waited_s = self._timers.monotonic() - active.waiting_since
             why = f"{origin.why_only}, of which none took work for {waited_s:.0f} s: ask again"
             return VersionGone(why)
-        return _with_retry_after(active.why_waiting, self._line(active).retry_after_s)
+        return _with_retry_after(active.why_waiting, self._line(active).retry_after_s(active))
 
 
 def _with_retry_after(why: Overloaded, retry_after_s: float = 1.0) -> Overloaded:

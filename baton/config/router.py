@@ -50,6 +50,16 @@ class RouterSettings(ClusterSettings):
         description="For how many steps a node may have tokens of prompts to compute, before more requests wait at the "
         "router.",
     )
+    fairness: Literal["tokens", "off"] = Field(
+        "tokens",
+        description="How waiting requests of several tenants (API keys) get nodes: the one of the tenant that has had "
+        "the fewest tokens (tokens), or all by priority and age (off).",
+    )
+    fair_output_weight: Annotated[float, Field(gt=0.0, le=1000.0)] = Field(
+        2.0,
+        description="For how many tokens of a prompt a generated token counts in --fairness; more favours tenants with "
+        "short answers.",
+    )
     max_running: Count = Field(
         16_384, description="Most requests of one router that are on nodes at once; more wait at the router."
     )

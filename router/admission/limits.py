@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 NUM_TEXT_THREADS = 2
 """More threads would keep the event loop from Python's global lock, each for 5 ms at a time."""
@@ -24,6 +25,10 @@ class DispatchLimits:
     """The most requests on nodes; more of them wait."""
     priority_ageing_s: float = 60.0
     """Seconds of waiting that weigh as much as one step of priority; 0: waiting does not count."""
+    fairness: Literal["tokens", "off"] = "tokens"
+    """Whether waiting requests of several tenants get nodes by what each tenant has had."""
+    fair_output_weight: float = 2.0
+    """For how many tokens of a prompt a generated token counts in that."""
     max_tokenizing: int = 64
     """The most long requests that may wait for a thread that parses, renders and tokenizes them."""
     max_backlog_tokens: int = 256

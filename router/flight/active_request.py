@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 
 from baton.errors import BatonError, NoCapacity, Overloaded
 from baton.messages.generation import Delivery, Finished, PromptLogprobs
+from baton.messages.ids import tenant_of
 from baton.messages.logprob_rows import LogprobLog
 from baton.messages.node import StepReport
 from baton.observe.tracing import Span
 from baton.values import value
 from router.admission.admission import LatencyTargets, Ticket
+from router.admission.ledger import Charge
 from router.admission.logprob_budget import LogprobReservation
 from router.admission.request import ValidRequest
 from router.flight.answer import Answer
@@ -47,6 +49,7 @@ class ActiveRequest:
         "admitted_at",
         "adopting_node",
         "answer",
+        "charge",
         "counts_as_placed",
         "deadline_at",
         "deadline_timer",
@@ -104,6 +107,8 @@ class ActiveRequest:
         """When nodes were found for the first attempt."""
         self.counts_as_placed = False
         """Whether it counts as one of those that are on nodes, or are still read."""
+        self.charge: Charge | None = None
+        """What its tenant was charged for it; None: it has no nodes yet, or has ended."""
         self.placed_last_at: float | None = None
         """When nodes were found for the running attempt."""
         self.span: Span | None = None
@@ -151,6 +156,16 @@ class ActiveRequest:
         """The incarnation that may still replay what it computed for another router; empty: none."""
         self.is_adopted = False
         """Whether its first attempt here was begun by another router."""
+
+    @property
+    def tenant(self) -> str:
+        """The tenant whose request it is; empty where there are no tenants."""
+        return tenant_of(self.request.request_id)
+
+    def tokens_computed(self) -> tuple[int, int]:
+        """Tokens of the prompt that were not in a cache, as far as that is known, and those that were generated."""
+        cached = 0 if self.finish is None else self.finish[0].timings.cached_tokens
+        return max(0, self.request.num_prompt_tokens - cached), self.flight.num_output_tokens
 
     def targets(self) -> LatencyTargets:
         """The latency targets of the request, by which a queue says early that they can't be met."""

@@ -21,7 +21,7 @@ from baton.bench.simulator.prompt import SimulatedPrompt
 from baton.bench.workloads.workload import WorkloadRequest
 from baton.errors import BatonError
 from baton.messages.generation import Chunk, GenerateEvent
-from baton.messages.ids import AttemptKey
+from baton.messages.ids import AttemptKey, scoped
 from baton.messages.node import (
     Abort,
     NodeDescription,
@@ -258,7 +258,7 @@ class SimulatedRouter:
 
     def arrive(self, request: WorkloadRequest, planned_s: float) -> None:
         """A request arrives now; its client has waited since `planned_s`."""
-        request_id = f"r{request.index}"
+        request_id = scoped(request.tenant, f"r{request.index}")
         prompt = SimulatedPrompt(request.pieces, request.output_length, self._block_size, request_id)
         valid = ValidRequest(prompt, self._params_for(request.output_length), request_id=request_id, model=MODEL)
         client = SimulatedClient(request, request_id, planned_s, self._turns, self._read, self._end)

@@ -51,6 +51,7 @@ class WorkloadRequest:
     """Requests of one session are sent one after the other, in the order of their turns."""
     turn: int = 0
     think_s: float = 0.0
+    tenant: str = ""
 
     def token_ids(self, vocab_size: int) -> list[int]:
         """The prompt, each id in [0, vocab_size)."""

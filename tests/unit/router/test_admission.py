@@ -28,9 +28,10 @@ def put(
     *,
     is_retry: bool = False,
     num_running: int = 1,
+    tenant: str = "",
 ) -> str | None:
     """Queue a request; return the name of the one that it displaced."""
-    ticket = waiting.ticket(name, arrived, priority, targets, is_retry=is_retry)
+    ticket = waiting.ticket(name, arrived, priority, targets, is_retry=is_retry, tenant=tenant)
     displaced = waiting.add(ticket, arrived, num_running)
     return None if displaced is None else displaced.item
 
@@ -81,6 +82,63 @@ def test_a_full_queue_displaces_the_newest_request_of_the_lowest_priority() -> N
     with pytest.raises(QueueFull):
         put(waiting, "h", 7, 0)
     assert drained(waiting) == "cfg"
+
+
+def test_tenants_take_turns_and_each_keeps_its_own_order() -> None:
+    waiting = queue(max_waiting=100)
+    for number, name in enumerate("abcdef"):
+        put(waiting, name, number, tenant="many")
+    put(waiting, "x", 10, 1, tenant="few")
+    put(waiting, "y", 11, 0, tenant="few")
+    put(waiting, "r", 12, 9, is_retry=True, tenant="few")
+    names = ""
+    while (ticket := waiting.first()) is not None:
+        assert waiting.is_next(ticket)
+        names += ticket.item
+        waiting.remove(ticket)
+        if not ticket.is_retry:
+            waiting.ledger.charge(ticket.tenant, 10, 0)
+    assert names == "raybxcdef"
+
+
+def test_a_newcomer_is_next_if_its_tenant_has_had_less_than_all_that_wait() -> None:
+    waiting = queue()
+    put(waiting, "a", tenant="many")
+    put(waiting, "b", 1, tenant="few")
+    waiting.ledger.charge("many", 100, 0)
+    waiting.remove(waiting.ticket("not in it", 2, 0, NO_TARGETS, tenant="new"))
+    assert not waiting.is_next(waiting.ticket("c", 2, 0, NO_TARGETS, tenant="new")), "it begins beside the first one"
+    assert not waiting.is_next(waiting.ticket("d", 2, 0, NO_TARGETS, tenant="many"))
+    assert waiting.is_next(waiting.ticket("e", 0, 0, NO_TARGETS, tenant="few")), "it comes before its own one"
+    assert not waiting.is_next(waiting.ticket("f", 2, 0, NO_TARGETS, tenant="few"))
+
+
+def test_a_full_queue_displaces_a_request_of_the_tenant_that_has_most_in_it() -> None:
+    waiting = queue(max_waiting=4)
+    for number, name in enumerate("abcd"):
+        put(waiting, name, number, tenant="many")
+    with pytest.raises(QueueFull):
+        put(waiting, "e", 4, tenant="many")
+    assert put(waiting, "x", 5, 9, tenant="few") == "d", "whatever the priorities"
+    assert put(waiting, "y", 6, 9, tenant="few") == "c"
+    with pytest.raises(QueueFull):
+        put(waiting, "z", 7, 9, tenant="few")
+    assert put(waiting, "u", 8, 8, tenant="few") == "y", "its own one that is less urgent"
+    assert put(waiting, "v", 9, tenant="third") == "b"
+    assert len(waiting) == 4
+
+
+def test_a_tenant_is_told_how_long_its_own_requests_wait() -> None:
+    waiting = queue(max_waiting=100)
+    waiting.times.add(1.0, 10.0, 10)
+    for number in range(20):
+        put(waiting, str(number), number, tenant="many")
+    # At 10 running each second has a departure, of which half are this tenant's once it waits.
+    put(waiting, "a", 30, tenant="few", targets=LatencyTargets(first_token_by=30 + 2 + 1.0), num_running=10)
+    with pytest.raises(WouldBeLate, match=r"predicted in 5\.000 s"):
+        put(waiting, "b", 30, tenant="few", targets=LatencyTargets(first_token_by=30 + 4.9), num_running=10)
+    assert max(waiting.retry_after_s(10, "few") for _ in range(20)) <= 1.25 * 4
+    assert min(waiting.retry_after_s(10, "many") for _ in range(20)) >= 0.75 * 40
 
 
 def test_a_queue_of_size_zero_refuses_every_request() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Literal
 
 import pytest
 
@@ -102,6 +103,26 @@ async def test_the_number_of_running_requests_is_limited() -> None:
         assert (rig.requests.num_placed, rig.requests.num_waiting) == (1, 1)
         await finish_requests(rig, first)
         await finish_requests(rig, second)
+
+
+@pytest.mark.parametrize(("fairness", "expected"), [("tokens", "a1 b0 a2 b1 a3"), ("off", "a1 a2 a3 b0 b1")])
+async def test_waiting_tenants_take_turns_by_the_tokens_that_they_have_had(
+    fairness: Literal["tokens", "off"], expected: str
+) -> None:
+    async with router_rig(small(), limits=DispatchLimits(fairness=fairness)) as rig:
+        running = await start_requests(rig, count=2)
+        names = ("a0", "a1", "a2", "a3", "b0", "b1")
+        readers = [await rig.accepted(request_id=name, tenant=name[0], max_tokens=1) for name in names]
+        await finish_requests(rig, *running)
+        sent = []
+        for _ in readers:
+            attempt = await rig.next_attempt("d1")
+            sent.append(attempt.request_id)
+            rig.report("d1", attempt, 0, "x", Outcome.LENGTH)
+        for reader in readers:
+            await reader.finished()
+        # The first one had a place at once, which nobody else wanted: it costs nothing.
+        assert " ".join(name.removeprefix("a/").removeprefix("b/") for name in sent) == f"a0 {expected}"
 
 
 async def test_a_full_queue_refuses_equal_priorities_and_displaces_the_lowest_for_higher_ones() -> None:

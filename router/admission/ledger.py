@@ -1,0 +1,181 @@
+"""The service that each tenant has got, by which the tenant is chosen whose request is next. Pure.
+
+These are the virtual token counters of https://arxiv.org/abs/2401.00588. A tenant's counter is what its requests have
+cost, in tokens divided by the tenant's weight. The rules:
+
+1. Of the tenants with waiting requests the one with the lowest counter is next; of equal ones the one that waits for
+   longer.
+2. A request is charged when it gets nodes, with the tokens of its prompt and those that requests of its tenant usually
+   generate, each of which counts as several of a prompt. When it ends, the charge becomes what it has cost. An attempt
+   after the first costs nothing.
+3. A tenant that had no waiting request begins to wait with its own counter, but with no lower one than any waiting
+   tenant's and no higher one than every waiting tenant's. So a time without requests earns nothing, and capacity that
+   nobody else wanted costs nothing.
+4. A tenant without requests is forgotten when there are too many such tenants. It then comes as a new one does.
+
+Of two tenants that always have waiting requests, the service divided by the weights differs by at most twice the
+largest charge of a request, and by what running requests are still to be charged.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import OrderedDict
+
+from baton.values import value
+
+_FIRST_OUTPUT = 128.0
+"""The tokens that a request of a new tenant is expected to generate."""
+_NEWEST = 0.05
+"""The weight of the newest request in the mean length of a tenant's outputs."""
+_MAX_IDLE = 10_000
+"""So many tenants without waiting requests are remembered."""
+
+
+@value(frozen=True, slots=True)
+class Charge:
+    """What a request was charged when it got nodes."""
+
+    tenant: str
+    tokens: float
+
+
+class _Account:
+    """What is known of a tenant."""
+
+    __slots__ = ("counter", "is_waiting", "mean_output", "number", "weight")
+
+    def __init__(self, counter: float) -> None:
+        self.counter = counter
+        self.weight = 1.0
+        self.mean_output = _FIRST_OUTPUT
+        self.is_waiting = False
+        self.number = 0
+        """Grows with the time at which it began to wait."""
+
+
+class TenantLedger:
+    """The counters of all tenants. Every operation takes O(log n) for n waiting tenants, over many operations."""
+
+    def __init__(self, output_weight: float = 2.0) -> None:
+        """`output_weight`: for how many tokens of a prompt a generated token counts."""
+        self._output_weight = output_weight
+        self._waiting: dict[str, _Account] = {}
+        self._idle: OrderedDict[str, _Account] = OrderedDict()
+        """The tenants without waiting requests, the one that was charged last at the end."""
+        self._lowest: list[tuple[float, int, str]] = []
+        self._highest: list[tuple[float, int, str]] = []
+        """Heaps of (counter, number, tenant), the second with the counters' negatives. Entries are left in them when
+        they no longer hold, and skipped when they come first."""
+        self._numbers = itertools.count(1)
+        self._now = 0.0
+        """The virtual time: the highest of all lowest counters of waiting tenants. A new tenant begins with it."""
+        self.waiting_weight = 0.0
+        """The sum of the weights of the waiting tenants."""
+
+    def weight(self, tenant: str) -> float:
+        """The tenant's weight; 1 if it was never told."""
+        account = self._waiting.get(tenant) or self._idle.get(tenant)
+        return 1.0 if account is None else account.weight
+
+    def begin_waiting(self, tenant: str, weight: float = 1.0) -> None:
+        """A tenant without waiting requests has one."""
+        account = self._idle.pop(tenant, None) or _Account(self._now)
+        account.counter, account.weight = self._counter_to_join(account), weight
+        account.is_waiting, account.number = True, next(self._numbers)
+        self._waiting[tenant] = account
+        self.waiting_weight += weight
+        self._push(tenant, account)
+
+    def end_waiting(self, tenant: str) -> None:
+        """A tenant's last waiting request has left the queue."""
+        self._note_time()
+        account = self._waiting.pop(tenant)
+        account.is_waiting = False
+        self.waiting_weight = self.waiting_weight - account.weight if self._waiting else 0.0
+        self._remember(tenant, account)
+
+    def first(self) -> str | None:
+        """The tenant whose request is next; None: none waits."""
+        found = self._top(self._lowest, 1.0)
+        return None if found is None else found[2]
+
+    def is_first(self, tenant: str) -> bool:
+        """Whether a request of this tenant that comes now, behind none of its own, is next."""
+        lowest = self._top(self._lowest, 1.0)
+        if lowest is None:
+            return True
+        if tenant in self._waiting:
+            return lowest[2] == tenant
+        account = self._idle.get(tenant) or _Account(self._now)
+        return self._counter_to_join(account) < lowest[0]
+
+    def charge(self, tenant: str, prompt_tokens: int, most_output: int, sequences: int = 1) -> Charge:
+        """A request gets nodes. `most_output`: the most tokens that each of its sequences generates."""
+        account = self._account(tenant)
+        output = sequences * min(float(most_output), account.mean_output)
+        charge = Charge(tenant, prompt_tokens + self._output_weight * output)
+        self._add(tenant, account, charge.tokens)
+        return charge
+
+    def settle(self, charge: Charge, prompt_tokens: int, output_tokens: int, sequences: int = 1) -> None:
+        """A request that was charged has ended, and has cost so many tokens."""
+        account = self._account(charge.tenant)
+        account.mean_output += _NEWEST * (output_tokens / sequences - account.mean_output)
+        self._add(charge.tenant, account, prompt_tokens + self._output_weight * output_tokens - charge.tokens)
+
+    def lag(self, tenant: str) -> float:
+        """How far the tenant's counter is ahead of the virtual time, in tokens for a weight of 1."""
+        self._note_time()
+        account = self._waiting.get(tenant) or self._idle.get(tenant)
+        return 0.0 if account is None else account.counter - self._now
+
+    def _account(self, tenant: str) -> _Account:
+        account = self._waiting.get(tenant) or self._idle.get(tenant)
+        if account is None:
+            account = _Account(self._now)
+            self._remember(tenant, account)
+        return account
+
+    def _remember(self, tenant: str, account: _Account) -> None:
+        self._idle[tenant] = account
+        if len(self._idle) > _MAX_IDLE:
+            self._idle.popitem(last=False)
+
+    def _add(self, tenant: str, account: _Account, tokens: float) -> None:
+        account.counter += tokens / account.weight
+        if account.is_waiting:
+            self._push(tenant, account)
+        else:
+            self._idle.move_to_end(tenant)
+
+    def _counter_to_join(self, account: _Account) -> float:
+        self._note_time()
+        lowest, highest = self._top(self._lowest, 1.0), self._top(self._highest, -1.0)
+        if lowest is None or highest is None:
+            return self._now
+        return min(max(account.counter, lowest[0]), -highest[0])
+
+    def _note_time(self) -> None:
+        if (lowest := self._top(self._lowest, 1.0)) is not None:
+            self._now = max(self._now, lowest[0])
+
+    def _push(self, tenant: str, account: _Account) -> None:
+        heapq.heappush(self._lowest, (account.counter, account.number, tenant))
+        heapq.heappush(self._highest, (-account.counter, account.number, tenant))
+        if len(self._lowest) + len(self._highest) > 8 * len(self._waiting) + 128:
+            self._lowest = [(each.counter, each.number, name) for name, each in self._waiting.items()]
+            self._highest = [(-counter, number, name) for counter, number, name in self._lowest]
+            heapq.heapify(self._lowest)
+            heapq.heapify(self._highest)
+
+    def _top(self, heap: list[tuple[float, int, str]], sign: float) -> tuple[float, int, str] | None:
+        """The first entry that holds."""
+        while heap:
+            counter, number, tenant = heap[0]
+            account = self._waiting.get(tenant)
+            if account is not None and account.number == number and sign * counter == account.counter:
+                return heap[0]
+            heapq.heappop(heap)
+        return None

@@ -21,6 +21,7 @@ from baton.messages.ids import SCOPED_ID_PATTERN, new_request_id, unscoped
 from baton.messages.request_limits import MAX_POOLED_TOKENS
 from baton.messages.sampling import CONSTRAINT_KINDS, Constraint
 from baton.text.detokenizer import TextCodec
+from router.admission.admission import ServiceClass
 from router.admission.bounded_work import BoundedWork
 from router.admission.limits import NUM_TEXT_THREADS, DispatchLimits
 from router.admission.prompt_inputs import ImageRules
@@ -179,9 +180,10 @@ class Dispatcher:
                 raise self._shutting_down()
             # Checked before any work is done for the request.
             raw = with_allowed_priority(raw, self._limits.min_priority)
-            self.requests.check_room(raw.priority, raw.tenant, embeds=raw.pooling is not None)
+            service_class = ServiceClass.of(raw.priority, raw.min_priority)
+            self.requests.check_room(raw.priority, raw.tenant, service_class, embeds=raw.pooling is not None)
             request = await self._validated(raw)
-            return self._open(request, Answer(self._codec, request), call)
+            return self._open(request, Answer(self._codec, request), replace(call, service_class=service_class))
 
     async def _resume(
         self,

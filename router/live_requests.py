@@ -32,7 +32,7 @@ from baton.messages.generation import PromptLogprobs
 from baton.messages.ids import AttemptKey, unscoped
 from baton.messages.node import NodeDescription, RequestDelta, StepReport, WatchKVCache
 from baton.observe.logs import of_attempt
-from router.admission.admission import Ticket
+from router.admission.admission import ServiceClass, Ticket
 from router.admission.limits import DispatchLimits
 from router.admission.logprob_budget import LogprobBudget
 from router.admission.request import ValidRequest
@@ -177,9 +177,9 @@ class LiveRequests:
 
     # --- requests come and go ---
 
-    def check_room(self, priority: int, tenant: str, *, embeds: bool) -> None:
+    def check_room(self, priority: int, tenant: str, service_class: ServiceClass, *, embeds: bool) -> None:
         """Raises QueueFull if a new request of this priority could not even wait for nodes."""
-        self._waiting.check_room(priority, tenant, embeds=embeds)
+        self._waiting.check_room(priority, tenant, service_class, embeds=embeds)
 
     def open(self, request: ValidRequest, answer: Answer, queue: EventQueue, call: ClientCall) -> ActiveRequest:
         """Take in a request, which `start` begins and `close` ends.

@@ -13,8 +13,7 @@ from baton.errors import BatonError, InvalidRequest, NoCapacity, Overloaded, Que
 from baton.messages.node import NodeDescription
 from baton.messages.node_model import check_capable, in_order
 from baton.values import value
-from router.admission.admission import NO_TARGETS, AdmissionQueue, Ticket
-from router.admission.ledger import TenantLedger
+from router.admission.admission import NO_TARGETS, AdmissionQueue, ServiceClass, Ticket
 from router.admission.limits import DispatchLimits
 from router.flight.active_request import ActiveRequest
 from router.flight.flight_table import AttemptCause, GiveUp, Place
@@ -41,18 +40,18 @@ class _WaitingLine:
 
     def __init__(self, limits: DispatchLimits, rng: Random) -> None:
         self.queue: AdmissionQueue[ActiveRequest] = AdmissionQueue(
-            limits.max_queue, limits.priority_ageing_s, rng, TenantLedger(limits.fair_output_weight)
+            limits.max_queue, limits.priority_ageing_s, rng, limits.fair_output_weight
         )
         self.num_placed = 0
         self._is_fair = limits.fairness != "off"
 
-    def payer(self, tenant: str) -> str:
-        """The tenant that a request counts for; empty: one for all."""
-        return tenant if self._is_fair else ""
+    def share(self, tenant: str, service_class: ServiceClass) -> tuple[str, ServiceClass]:
+        """The tenant that a request counts for, and its class there."""
+        return (tenant, service_class) if self._is_fair else ("", ServiceClass.NORMAL)
 
     def retry_after_s(self, active: ActiveRequest) -> float:
         """After how many seconds a request that is turned away now should come again."""
-        return self.queue.retry_after_s(self.num_placed, self.payer(active.tenant))
+        return self.queue.retry_after_s(self.num_placed, *self.share(active.tenant, active.service_class))
 
 
 class WaitingRoom:
@@ -89,11 +88,11 @@ class WaitingRoom:
         """Number of requests that are on nodes, or whose client still reads their output."""
         return self._text.num_placed + self._embeddings.num_placed
 
-    def check_room(self, priority: int, tenant: str, *, embeds: bool = False) -> None:
+    def check_room(self, priority: int, tenant: str, service_class: ServiceClass, *, embeds: bool = False) -> None:
         """Raises QueueFull if a new request of this priority could not even wait."""
         line = self._embeddings if embeds else self._text
         if line.queue:
-            line.queue.check_room(priority, line.num_placed, line.payer(tenant))
+            line.queue.check_room(priority, line.num_placed, *line.share(tenant, service_class))
 
     def find_nodes(self, active: ActiveRequest, place: Place) -> Choice | Wait | GiveUp:
         """Find nodes for an attempt, which is sent there.
@@ -210,8 +209,9 @@ class WaitingRoom:
             return
         params = request.sampling_params
         most_output = 0 if request.embeds else params.max_tokens
-        payer = line.payer(active.tenant)
-        active.charge = line.queue.ledger.charge(payer, request.num_prompt_tokens, most_output, params.n)
+        payer, service_class = line.share(active.tenant, active.service_class)
+        ledger = line.queue.ledger(service_class)
+        active.charge = ledger.charge(payer, request.num_prompt_tokens, most_output, params.n)
 
     def end(self, active: ActiveRequest) -> None:
         """Forget a request whose client has everything, or has left. Idempotent."""
@@ -221,7 +221,9 @@ class WaitingRoom:
         active.counts_as_placed = False
         charge, active.charge = active.charge, None
         if charge is not None:
-            line.queue.ledger.settle(charge, *active.tokens_computed(), active.request.sampling_params.n)
+            _, service_class = line.share(active.tenant, active.service_class)
+            ledger = line.queue.ledger(service_class)
+            ledger.settle(charge, *active.tokens_computed(), active.request.sampling_params.n)
 
     def note_times(self, active: ActiveRequest) -> None:
         """Note the times of a request that has ended well, as a prediction for others."""
@@ -251,7 +253,7 @@ class WaitingRoom:
             self._requeue_fitting()
         firsts = (self._text.queue.first(), self._embeddings.queue.first())
         ready = [first for first in firsts if first is not None and first not in tried]
-        return min(ready, key=lambda ticket: ticket.order_key, default=None)
+        return min(ready, key=lambda one: (not one.is_retry, one.service_class, one.order_key), default=None)
 
     def _nodes_for(self, ticket: Ticket[ActiveRequest], place: Place) -> Choice:
         """Choose nodes; raises Overloaded, too, if there is no node or all are full."""
@@ -277,25 +279,25 @@ class WaitingRoom:
 
     def _check_in_time(self, ticket: Ticket[ActiveRequest], choice: Choice) -> None:
         """Raises WouldBeLate if the chosen nodes are predicted to miss the request's latency targets."""
-        targets, line, now = ticket.targets, self._line(ticket.item), self._timers.monotonic()
-        if targets == NO_TARGETS:
+        line, now = self._line(ticket.item), self._timers.monotonic()
+        if ticket.targets == NO_TARGETS:
             return
-        queue, num_placed, times, tenant = line.queue, line.num_placed, line.queue.times, ticket.tenant
+        queue, num_placed, times = line.queue, line.num_placed, line.queue.times
         way = choice.way
         if way is None:
             # The policy predicts nothing: only the times of earlier requests are known.
             if self._is_busy(choice.placement):
-                queue.check_in_time(targets, now, times.first_token_s(), times.token_s(), num_placed, tenant)
-            queue.check_pace(targets, times.pace_s(now), num_placed, tenant)
+                queue.check_in_time(ticket, now, times.first_token_s(), times.token_s(), num_placed)
+            queue.check_pace(ticket, times.pace_s(now), num_placed)
             return
         first_s, each_s = way.terms.first_token_ms / 1e3, way.terms.token_ms / 1e3
         # An idle node is always worth a try: otherwise one bad measurement would refuse the requests that correct it.
         if way.terms.queue_ms > 0.0:
-            queue.check_in_time(targets, now, first_s, each_s, num_placed, tenant)
+            queue.check_in_time(ticket, now, first_s, each_s, num_placed)
         if way.decode.streams > 0.0 and times.token_s() > 0.0:
-            queue.check_pace(targets, each_s, num_placed, tenant)
+            queue.check_pace(ticket, each_s, num_placed)
         else:
-            queue.check_pace(targets, min(each_s, times.pace_s(now)), num_placed)
+            queue.check_pace(ticket, min(each_s, times.pace_s(now)), num_placed)
 
     def _is_busy(self, placement: Placement) -> bool:
         chosen = {node.incarnation for node in (placement.prefill, placement.decode) if node is not None}
@@ -321,13 +323,15 @@ class WaitingRoom:
 
     def _new_ticket(self, active: ActiveRequest, place: Place) -> Ticket[ActiveRequest]:
         line = self._line(active)
+        tenant, service_class = line.share(active.tenant, active.service_class)
         return line.queue.ticket(
             active,
             active.started,
             active.request.priority,
             active.targets(),
             is_retry=place.is_retry,
-            tenant=line.payer(active.tenant),
+            tenant=tenant,
+            service_class=service_class,
         )
 
     def _wait(self, ticket: Ticket[ActiveRequest], why: Overloaded) -> Wait:

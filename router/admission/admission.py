@@ -5,11 +5,12 @@ Pure: the clock is an argument. The rules:
 1. A node without room (`router.placement.room`) gets no new request.
 2. A request that finds no node, or only full ones, waits; there is one queue for both (and another one for embeddings,
    see `waiting_room`). First come requests that were placed before and lost their nodes: their clients are in
-   mid-stream. Of the others each tenant gets its share (`ledger`). Those of one tenant are ordered by priority, and
-   waiting makes up for priority as on the nodes, so that no request starves.
-3. The queue is bounded. When it is full, the tenant gives way that has most requests in it for its weight, by its
-   newest request of the lowest priority. If that is the tenant of a new request which is no more urgent, the new one is
-   refused.
+   mid-stream. Then come those of the most urgent class (`ServiceClass`), of which each tenant gets its share
+   (`ledger`). Those of one tenant are ordered by priority, and waiting makes up for priority as on the nodes, so that
+   none of them starves.
+3. The queue is bounded. When it is full, requests of a less urgent class give way, and then those of the same one: of
+   the tenant that has most requests there for its weight the newest one of the lowest priority. If that is the tenant
+   of a new request which is no more urgent, the new one is refused.
 4. A request that is predicted to miss its deadline, its time to first token or its time per token is refused at once,
    so that its client can go elsewhere. Only times that this router has measured count, and of those the best ones. An
    idle node is always worth a try: a slow pace counts only while requests show it, so that a bad measurement does not
@@ -21,8 +22,10 @@ Pure: the clock is an argument. The rules:
 from __future__ import annotations
 
 import bisect
+import enum
 import math
 from collections import deque
+from collections.abc import Mapping
 from random import Random
 from typing import Generic, TypeVar
 
@@ -57,10 +60,35 @@ class LatencyTargets:
 NO_TARGETS = LatencyTargets()
 
 
+class ServiceClass(enum.IntEnum):
+    """How urgent a request is among those of all tenants; smaller ones come first."""
+
+    URGENT = 0
+    NORMAL = 1
+    BATCH = 2
+
+    @classmethod
+    def of(cls, priority: int, min_priority: int | None) -> ServiceClass:
+        """The class of a request with this priority. `min_priority`: what operators allow its key; None: nothing."""
+        if min_priority is not None and min_priority > 0:
+            return cls.BATCH
+        return cls.URGENT if min_priority is not None and priority < 0 else cls.NORMAL
+
+
 class Ticket(Generic[T]):
     """A request's place in the queue; made by `AdmissionQueue.ticket`, and in the queue once it was added."""
 
-    __slots__ = ("arrived", "class_key", "is_retry", "item", "order_key", "priority", "targets", "tenant")
+    __slots__ = (
+        "arrived",
+        "class_key",
+        "is_retry",
+        "item",
+        "order_key",
+        "priority",
+        "service_class",
+        "targets",
+        "tenant",
+    )
 
     def __init__(
         self,
@@ -73,9 +101,11 @@ class Ticket(Generic[T]):
         *,
         is_retry: bool,
         tenant: str,
+        service_class: ServiceClass,
     ) -> None:
         self.item = item
         self.tenant = tenant
+        self.service_class = service_class
         self.arrived = arrived
         self.priority = priority
         self.targets = targets
@@ -122,39 +152,113 @@ class ServiceTimes:
 
 
 class _Line(Generic[T]):
-    """The requests of one tenant that wait and may be displaced."""
+    """The requests of one tenant and class that wait and may be displaced."""
 
-    __slots__ = ("by_class", "order")
+    __slots__ = ("by_priority", "order")
 
     def __init__(self) -> None:
         self.order: list[Ticket[T]] = []
-        self.by_class: list[Ticket[T]] = []
+        self.by_priority: list[Ticket[T]] = []
         """The last one is the first to give way."""
 
     def __len__(self) -> int:
         return len(self.order)
 
 
+class _Class(Generic[T]):
+    """The waiting requests of one class."""
+
+    def __init__(self, output_weight: float) -> None:
+        self.ledger = TenantLedger(output_weight)
+        self.lines: dict[str, _Line[T]] = {}
+        """By tenant; none is empty."""
+        self.num_requests = 0
+
+    def add(self, ticket: Ticket[T]) -> None:
+        line = self.lines.get(ticket.tenant)
+        if line is None:
+            line = self.lines[ticket.tenant] = _Line()
+            self.ledger.begin_waiting(ticket.tenant)
+        bisect.insort(line.order, ticket, key=_order_key)
+        bisect.insort(line.by_priority, ticket, key=_class_key)
+        self.num_requests += 1
+
+    def remove(self, ticket: Ticket[T]) -> None:
+        """Idempotent."""
+        line = self.lines.get(ticket.tenant)
+        if line is None:
+            return
+        num_before = len(line)
+        _remove_at(line.order, ticket, bisect.bisect_left(line.order, ticket.order_key, key=_order_key))
+        _remove_at(line.by_priority, ticket, bisect.bisect_left(line.by_priority, ticket.class_key, key=_class_key))
+        self.num_requests -= num_before - len(line)
+        if not line:
+            del self.lines[ticket.tenant]
+            self.ledger.end_waiting(ticket.tenant)
+
+    def first(self) -> Ticket[T] | None:
+        tenant = self.ledger.first()
+        return None if tenant is None else self.lines[tenant].order[0]
+
+    def is_next(self, ticket: Ticket[T]) -> bool:
+        """Whether no request of the class is ahead of it."""
+        line = self.lines.get(ticket.tenant)
+        if line is not None and line.order[0].order_key < ticket.order_key:
+            return False
+        return self.ledger.is_first(ticket.tenant)
+
+    def num_of(self, tenant: str) -> int:
+        line = self.lines.get(tenant)
+        return 0 if line is None else len(line)
+
+    def times_as_long(self, tenant: str) -> float:
+        """How many times as long a tenant waits for a number of its own requests as if it were alone."""
+        weight = self.ledger.weight(tenant)
+        return (self.ledger.waiting_weight + (0.0 if tenant in self.lines else weight)) / weight
+
+    def gives_way(self, newcomer: str | None, priority: int) -> Ticket[T] | None:
+        """The request that gives way to one of a tenant; None: none does. Newcomer None: it is of another class."""
+        if not self.lines:
+            return None
+
+        def length(tenant: str) -> float:
+            return (self.num_of(tenant) + (tenant == newcomer)) / self.ledger.weight(tenant)
+
+        longest = max(self.lines, key=length)
+        last = self.lines[longest].by_priority[-1]
+        if newcomer is None or (longest != newcomer and length(longest) > length(newcomer)):
+            return last
+        line = self.lines.get(newcomer)
+        return line.by_priority[-1] if line is not None and line.by_priority[-1].priority > priority else None
+
+
 class AdmissionQueue(Generic[T]):
     """The requests that wait for nodes, in the order in which they are tried."""
 
-    def __init__(self, max_waiting: int, ageing_s: float, rng: Random, ledger: TenantLedger | None = None) -> None:
-        """`ageing_s`: how many seconds of waiting weigh as much as one step of priority; 0: none ever do."""
+    def __init__(self, max_waiting: int, ageing_s: float, rng: Random, output_weight: float = 2.0) -> None:
+        """`ageing_s`: how many seconds of waiting weigh as much as one step of priority; 0: none ever do.
+
+        `output_weight`: for how many tokens of a prompt a generated token counts in a tenant's share.
+        """
         self.times = ServiceTimes()
-        self.ledger = ledger or TenantLedger()
         self._max_waiting = max_waiting
         self._ageing_s = ageing_s
         self._rng = rng
         self._retries: list[Ticket[T]] = []
         """Requests that were placed before."""
-        self._lines: dict[str, _Line[T]] = {}
-        """By tenant; none is empty."""
-        self._num_new = 0
-        """The number of requests in all lines."""
+        self._classes: Mapping[ServiceClass, _Class[T]] = {each: _Class(output_weight) for each in ServiceClass}
         self._count = 0
 
     def __len__(self) -> int:
         return len(self._retries) + self._num_new
+
+    @property
+    def _num_new(self) -> int:
+        return sum(each.num_requests for each in self._classes.values())
+
+    def ledger(self, service_class: ServiceClass) -> TenantLedger:
+        """What the tenants have had of the service to this class."""
+        return self._classes[service_class].ledger
 
     def ticket(
         self,
@@ -165,112 +269,106 @@ class AdmissionQueue(Generic[T]):
         *,
         is_retry: bool = False,
         tenant: str = "",
+        service_class: ServiceClass = ServiceClass.NORMAL,
     ) -> Ticket[T]:
         """Make a ticket, which `add` puts into the queue."""
         self._count += 1
         # All requests age alike, so the order of two never changes while they wait.
         rank = arrived + self._ageing_s * priority if self._ageing_s else float(priority)
-        return Ticket(item, self._count, arrived, priority, rank, targets, is_retry=is_retry, tenant=tenant)
+        return Ticket(
+            item,
+            self._count,
+            arrived,
+            priority,
+            rank,
+            targets,
+            is_retry=is_retry,
+            tenant=tenant,
+            service_class=service_class,
+        )
 
     def first(self) -> Ticket[T] | None:
         """The next request, if any waits."""
         if self._retries:
             return self._retries[0]
-        tenant = self.ledger.first()
-        return None if tenant is None else self._lines[tenant].order[0]
+        firsts = (each.first() for each in self._classes.values())
+        return next((first for first in firsts if first is not None), None)
 
     def is_next(self, ticket: Ticket[T]) -> bool:
         """Whether no request in the queue is ahead of it."""
         if self._retries or ticket.is_retry:
             return not self._retries or ticket.order_key <= self._retries[0].order_key
-        line = self._lines.get(ticket.tenant)
-        if line is not None and line.order[0].order_key < ticket.order_key:
-            return False
-        return self.ledger.is_first(ticket.tenant)
+        return not self._num_before(ticket.service_class) and self._classes[ticket.service_class].is_next(ticket)
 
-    def check_room(self, priority: int, num_running: int, tenant: str = "") -> None:
+    def check_room(
+        self, priority: int, num_running: int, tenant: str = "", service_class: ServiceClass = ServiceClass.NORMAL
+    ) -> None:
         """Raises QueueFull if a newcomer of this priority could not wait now."""
-        if self._num_new >= self._max_waiting and self._gives_way(priority, tenant) is None:
+        if self._num_new >= self._max_waiting and self._gives_way(priority, tenant, service_class) is None:
             why = f"{self._num_new} requests wait, as many as may, and none is less urgent"
-            raise QueueFull(why, self.retry_after_s(num_running, tenant))
+            raise QueueFull(why, self.retry_after_s(num_running, tenant, service_class))
 
     def add(self, ticket: Ticket[T], now: float, num_running: int) -> Ticket[T] | None:
         """Put a ticket into the queue. Returns the one that gave way to it, if any; raises QueueFull or WouldBeLate."""
         if ticket.is_retry:
             bisect.insort(self._retries, ticket, key=_order_key)
             return None
-        self.check_room(ticket.priority, num_running, ticket.tenant)
-        line = self._lines.get(ticket.tenant)
-        num_before = bisect.bisect(line.order, ticket.order_key, key=_order_key) if line is not None else 0
-        first_token_s = self._wait_s(ticket.tenant, num_before, num_running) + self.times.first_token_s()
-        self.check_in_time(ticket.targets, now, first_token_s, self.times.token_s(), num_running, ticket.tenant)
-        self.check_pace(ticket.targets, self.times.pace_s(now), num_running, ticket.tenant)
+        tenant, of_class = ticket.tenant, self._classes[ticket.service_class]
+        self.check_room(ticket.priority, num_running, tenant, ticket.service_class)
+        line = of_class.lines.get(tenant)
+        num_before = 0 if line is None else bisect.bisect(line.order, ticket.order_key, key=_order_key)
+        first_token_s = self._wait_s(tenant, ticket.service_class, num_before, num_running)
+        first_token_s += self.times.first_token_s()
+        self.check_in_time(ticket, now, first_token_s, self.times.token_s(), num_running)
+        self.check_pace(ticket, self.times.pace_s(now), num_running)
         displaced = None
-        if self._num_new >= self._max_waiting and (displaced := self._gives_way(ticket.priority, ticket.tenant)):
+        if self._num_new >= self._max_waiting:
+            displaced = self._gives_way(ticket.priority, tenant, ticket.service_class)
+        if displaced is not None:
             self.remove(displaced)
-        line = self._lines.get(ticket.tenant)
-        if line is None:
-            line = self._lines[ticket.tenant] = _Line()
-            self.ledger.begin_waiting(ticket.tenant)
-        bisect.insort(line.order, ticket, key=_order_key)
-        bisect.insort(line.by_class, ticket, key=_class_key)
-        self._num_new += 1
+        of_class.add(ticket)
         return displaced
 
     def remove(self, ticket: Ticket[T]) -> None:
         """Take a ticket out of the queue. Idempotent."""
         if ticket.is_retry:
             _remove_at(self._retries, ticket, bisect.bisect_left(self._retries, ticket.order_key, key=_order_key))
-            return
-        line = self._lines.get(ticket.tenant)
-        if line is None:
-            return
-        num_before = len(line)
-        _remove_at(line.order, ticket, bisect.bisect_left(line.order, ticket.order_key, key=_order_key))
-        _remove_at(line.by_class, ticket, bisect.bisect_left(line.by_class, ticket.class_key, key=_class_key))
-        self._num_new -= num_before - len(line)
-        if not line:
-            del self._lines[ticket.tenant]
-            self.ledger.end_waiting(ticket.tenant)
+        else:
+            self._classes[ticket.service_class].remove(ticket)
 
-    def retry_after_s(self, num_running: int, tenant: str = "") -> float:
+    def retry_after_s(
+        self, num_running: int, tenant: str = "", service_class: ServiceClass = ServiceClass.NORMAL
+    ) -> float:
         """After how many seconds a request of a tenant that is turned away now should come again."""
-        line = self._lines.get(tenant)
-        drained_s = self._wait_s(tenant, len(line) if line is not None else 0, num_running)
+        num_before = self._classes[service_class].num_of(tenant)
+        drained_s = self._wait_s(tenant, service_class, num_before, num_running)
         return min(max(drained_s, _SHORTEST_RETRY_S), _LONGEST_RETRY_S) * self._rng.uniform(0.75, 1.25)
 
-    def _wait_s(self, tenant: str, num_before: int, num_running: int) -> float:
-        """How long a request waits that has so many of its tenant before it: the others take their shares meanwhile."""
-        weight = self.ledger.weight(tenant)
-        of_all = self.ledger.waiting_weight + (0.0 if tenant in self._lines else weight)
-        return self.times.wait_s(len(self._retries) + num_before, num_running) * of_all / weight
+    def _num_before(self, service_class: ServiceClass) -> int:
+        """The number of waiting requests of more urgent classes."""
+        return sum(each.num_requests for name, each in self._classes.items() if name < service_class)
 
-    def _gives_way(self, priority: int, tenant: str) -> Ticket[T] | None:
+    def _wait_s(self, tenant: str, service_class: ServiceClass, num_before: int, num_running: int) -> float:
+        """How long a request waits that has so many of its own before it: others take their shares meanwhile."""
+        own_s = self.times.wait_s(num_before, num_running) * self._classes[service_class].times_as_long(tenant)
+        num_urgent = len(self._retries) + self._num_before(service_class)
+        return own_s + (self.times.wait_s(num_urgent - 1, num_running) if num_urgent else 0.0)
+
+    def _gives_way(self, priority: int, tenant: str, service_class: ServiceClass) -> Ticket[T] | None:
         """The request that gives way to a new one; None: none does."""
-        if not self._lines:
-            return None
-
-        def requests_by_weight(name: str) -> float:
-            return (len(self._lines[name]) + (name == tenant)) / self.ledger.weight(name)
-
-        longest = max(self._lines, key=requests_by_weight)
-        last = self._lines[longest].by_class[-1]
-        own = (len(self._lines[tenant]) if tenant in self._lines else 0) + 1
-        if longest != tenant and requests_by_weight(longest) > own / self.ledger.weight(tenant):
-            return last
-        line = self._lines.get(tenant)
-        return line.by_class[-1] if line is not None and line.by_class[-1].priority > priority else None
+        for name in sorted(self._classes, reverse=True):
+            if name < service_class:
+                return None
+            newcomer = tenant if name is service_class else None
+            if (found := self._classes[name].gives_way(newcomer, priority)) is not None:
+                return found
+        return None
 
     def check_in_time(
-        self,
-        targets: LatencyTargets,
-        now: float,
-        first_token_s: float,
-        token_s: float,
-        num_running: int,
-        tenant: str = "",
+        self, ticket: Ticket[T], now: float, first_token_s: float, token_s: float, num_running: int
     ) -> None:
         """Raises WouldBeLate if tokens come too late: the first after `first_token_s`, then one per `token_s`."""
+        targets = ticket.targets
         last_token_s = first_token_s + (targets.least_tokens - 1) * token_s
         why = ""
         if targets.first_token_by is not None and now + first_token_s > targets.first_token_by:
@@ -278,13 +376,14 @@ class AdmissionQueue(Generic[T]):
         elif targets.deadline is not None and now + last_token_s > targets.deadline:
             why = f"its end is predicted in {last_token_s:.3f} s or later, after its deadline"
         if why:
-            raise WouldBeLate(why, self.retry_after_s(num_running, tenant))
+            raise WouldBeLate(why, self.retry_after_s(num_running, ticket.tenant, ticket.service_class))
 
-    def check_pace(self, targets: LatencyTargets, token_s: float, num_running: int, tenant: str = "") -> None:
+    def check_pace(self, ticket: Ticket[T], token_s: float, num_running: int) -> None:
         """Raises WouldBeLate if a token every `token_s` seconds is slower than the target."""
-        if targets.token_s is not None and token_s > targets.token_s:
-            why = f"a token is predicted every {token_s * 1e3:.3g} ms, and it allows {targets.token_s * 1e3:.3g} ms"
-            raise WouldBeLate(why, self.retry_after_s(num_running, tenant))
+        allowed_s = ticket.targets.token_s
+        if allowed_s is not None and token_s > allowed_s:
+            why = f"a token is predicted every {token_s * 1e3:.3g} ms, and it allows {allowed_s * 1e3:.3g} ms"
+            raise WouldBeLate(why, self.retry_after_s(num_running, ticket.tenant, ticket.service_class))
 
 
 def _order_key(ticket: Ticket[T]) -> tuple[bool, float, float, int]:

@@ -11,7 +11,7 @@ from baton.messages.logprob_rows import LogprobLog
 from baton.messages.node import StepReport
 from baton.observe.tracing import Span
 from baton.values import value
-from router.admission.admission import LatencyTargets, Ticket
+from router.admission.admission import LatencyTargets, ServiceClass, Ticket
 from router.admission.ledger import Charge
 from router.admission.logprob_budget import LogprobReservation
 from router.admission.request import ValidRequest
@@ -38,6 +38,7 @@ class ClientCall:
     """The number of the call, with which the router claims the request's attempts on nodes."""
     delivery: Delivery = "stream"
     """The delivery that GenerateRequest asks for."""
+    service_class: ServiceClass = ServiceClass.NORMAL
 
 
 class ActiveRequest:
@@ -71,6 +72,7 @@ class ActiveRequest:
         "queue",
         "request",
         "reservation",
+        "service_class",
         "span",
         "stall_timer",
         "start_flight",
@@ -137,6 +139,7 @@ class ActiveRequest:
         self.may_reserve_more = self.reservation.bytes_each > 0
         """Whether its log-probabilities may need more memory. It is asked with each token."""
         self.delivery = delivery
+        self.service_class = call.service_class
         self.num_row_bytes = request.num_row_bytes
         """How many bytes of rows and images count for it among those of all requests."""
         self.logprobs: list[LogprobLog] = []

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.errors import QueueFull, WouldBeLate
-from router.admission.admission import AdmissionQueue, LatencyTargets, Ticket
+from router.admission.admission import AdmissionQueue, LatencyTargets, ServiceClass, Ticket
 
 NO_TARGETS = LatencyTargets()
 
@@ -29,9 +29,12 @@ def put(
     is_retry: bool = False,
     num_running: int = 1,
     tenant: str = "",
+    service_class: ServiceClass = ServiceClass.NORMAL,
 ) -> str | None:
     """Queue a request; return the name of the one that it displaced."""
-    ticket = waiting.ticket(name, arrived, priority, targets, is_retry=is_retry, tenant=tenant)
+    ticket = waiting.ticket(
+        name, arrived, priority, targets, is_retry=is_retry, tenant=tenant, service_class=service_class
+    )
     displaced = waiting.add(ticket, arrived, num_running)
     return None if displaced is None else displaced.item
 
@@ -97,7 +100,7 @@ def test_tenants_take_turns_and_each_keeps_its_own_order() -> None:
         names += ticket.item
         waiting.remove(ticket)
         if not ticket.is_retry:
-            waiting.ledger.charge(ticket.tenant, 10, 0)
+            waiting.ledger(ServiceClass.NORMAL).charge(ticket.tenant, 10, 0)
     assert names == "raybxcdef"
 
 
@@ -105,7 +108,7 @@ def test_a_newcomer_is_next_if_its_tenant_has_had_less_than_all_that_wait() -> N
     waiting = queue()
     put(waiting, "a", tenant="many")
     put(waiting, "b", 1, tenant="few")
-    waiting.ledger.charge("many", 100, 0)
+    waiting.ledger(ServiceClass.NORMAL).charge("many", 100, 0)
     waiting.remove(waiting.ticket("not in it", 2, 0, NO_TARGETS, tenant="new"))
     assert not waiting.is_next(waiting.ticket("c", 2, 0, NO_TARGETS, tenant="new")), "it begins beside the first one"
     assert not waiting.is_next(waiting.ticket("d", 2, 0, NO_TARGETS, tenant="many"))
@@ -126,6 +129,26 @@ def test_a_full_queue_displaces_a_request_of_the_tenant_that_has_most_in_it() ->
     assert put(waiting, "u", 8, 8, tenant="few") == "y", "its own one that is less urgent"
     assert put(waiting, "v", 9, tenant="third") == "b"
     assert len(waiting) == 4
+
+
+def test_classes_come_one_after_the_other_and_the_last_one_gives_way() -> None:
+    assert ServiceClass.of(100, 100) is ServiceClass.BATCH
+    assert ServiceClass.of(-1, -10) is ServiceClass.URGENT
+    assert {ServiceClass.of(0, -10), ServiceClass.of(5, None), ServiceClass.of(5, 0)} == {ServiceClass.NORMAL}
+    waiting = queue(max_waiting=4)
+    put(waiting, "b", 0, 100, tenant="nightly", service_class=ServiceClass.BATCH)
+    put(waiting, "c", 1, 100, tenant="nightly", service_class=ServiceClass.BATCH)
+    put(waiting, "n", 2, tenant="many")
+    assert waiting.is_next(waiting.ticket("u", 3, -1, NO_TARGETS, tenant="desk", service_class=ServiceClass.URGENT))
+    assert not waiting.is_next(waiting.ticket("d", 3, 0, NO_TARGETS, tenant="x", service_class=ServiceClass.BATCH))
+    put(waiting, "u", 3, -1, tenant="desk", service_class=ServiceClass.URGENT)
+    with pytest.raises(QueueFull):
+        put(waiting, "e", 4, 100, tenant="nightly", service_class=ServiceClass.BATCH)
+    assert put(waiting, "m", 5, 9, tenant="many") == "c"
+    assert put(waiting, "v", 6, 9, tenant="few") == "b"
+    with pytest.raises(QueueFull):
+        put(waiting, "f", 7, 0, tenant="other", service_class=ServiceClass.BATCH)
+    assert drained(waiting) == "unmv"
 
 
 def test_a_tenant_is_told_how_long_its_own_requests_wait() -> None:

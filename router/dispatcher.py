@@ -180,7 +180,8 @@ class Dispatcher:
                 raise self._shutting_down()
             # Checked before any work is done for the request.
             raw = with_allowed_priority(raw, self._limits.min_priority)
-            service_class = ServiceClass.of(raw.priority, raw.min_priority)
+            least = self._limits.min_priority if raw.min_priority is None else raw.min_priority
+            service_class = ServiceClass.of(raw.priority, least if raw.tenant else None)
             self.requests.check_room(raw.priority, raw.tenant, service_class, embeds=raw.pooling is not None)
             request = await self._validated(raw)
             return self._open(request, Answer(self._codec, request), replace(call, service_class=service_class))

@@ -25,9 +25,10 @@ class LegMessages:
         self._aborts: dict[str, list[Abort]] = {}
         """By incarnation, for each node whose link is cut: at most one for each sequence that runs there."""
 
-    def submit(self, incarnation: str, submit: Submit) -> bool:
-        """Send a leg; False if the node is gone."""
-        self._view.dispatched(incarnation, submit.attempt, submit.num_sequences, submit.num_tokens)
+    def submit(self, incarnation: str, submit: Submit, num_cached_tokens: int = 0) -> bool:
+        """Send a leg; False if the node is gone. `num_cached_tokens`: of its prompt, expected on the node."""
+        num_tokens = max(1, submit.num_tokens - num_cached_tokens)
+        self._view.dispatched(incarnation, submit.attempt, submit.num_sequences, num_tokens)
         return self._nodes.send(incarnation, submit)
 
     def adopt(self, incarnation: str, adopt: Adopt, num_sequences: int) -> bool:

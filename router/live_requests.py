@@ -328,6 +328,8 @@ class LiveRequests:
     def on_report(self, incarnation: str, report: StepReport) -> None:
         """A node reports one engine step."""
         now = self._timers.monotonic()
+        if report.step is not None or not report.load.running:
+            self._view.step_reported(incarnation)
         if self.placer.on_report(incarnation, report, now):
             self._nodes.send(incarnation, WatchKVCache())
         for delta in report.deltas:
@@ -448,7 +450,7 @@ class LiveRequests:
                 case SubmitLeg(incarnation, submit):
                     if active.span is not None:
                         submit = replace(submit, traceparent=active.span.traceparent)
-                    if not self._legs.submit(incarnation, submit):
+                    if not self._legs.submit(incarnation, submit, active.cached_on.get(incarnation, 0)):
                         pending.extend(active.flight.handle(NodeGone(incarnation, "its stream is closed")))
                 case AdoptLeg(incarnation, adopt, num_sequences):
                     if not self._legs.adopt(incarnation, adopt, num_sequences):
@@ -515,6 +517,7 @@ class LiveRequests:
         if active.placed_at is None:
             self._waiting.placed(active, now)
             self.counters.queue_time.observe(now - active.started)
+        active.cached_on = choice.cached_on
         effects = active.flight.handle(Placed(choice.placement))
         self._write_record(active, choice.placement)
         return effects

@@ -198,7 +198,7 @@ class WaitingRoom:
             is_there = has_adapter and (origin is None or self._view.may_continue(origin))
             if active.ticket is not None and is_there and any(size.holds(demand) for size in sizes):
                 del self._unplaceable[active]
-                self._line(active).queue.add(active.ticket, self._timers.monotonic(), self._line(active).num_placed)
+                self._line(active).queue.put_back(active.ticket)
 
     def placed(self, active: ActiveRequest, at: float, *, is_charged: bool = True) -> None:
         """Note that a request has nodes for the first time. `is_charged`: its tenant pays for it here."""
@@ -207,11 +207,10 @@ class WaitingRoom:
         line.num_placed += 1
         if not is_charged:
             return
-        params = request.sampling_params
-        most_output = 0 if request.embeds else params.max_tokens
+        most_output = 0 if request.embeds else request.sampling_params.max_tokens
         payer, service_class = line.share(active.tenant, active.service_class)
         ledger = line.queue.ledger(service_class)
-        active.charge = ledger.charge(payer, request.num_prompt_tokens, most_output, params.n)
+        active.charge = ledger.charge(payer, request.num_prompt_tokens, most_output, active.num_computed)
 
     def end(self, active: ActiveRequest) -> None:
         """Forget a request whose client has everything, or has left. Idempotent."""
@@ -223,7 +222,7 @@ class WaitingRoom:
         if charge is not None:
             _, service_class = line.share(active.tenant, active.service_class)
             ledger = line.queue.ledger(service_class)
-            ledger.settle(charge, *active.tokens_computed(), active.request.sampling_params.n)
+            ledger.settle(charge, *active.tokens_computed(), active.num_computed)
 
     def note_times(self, active: ActiveRequest) -> None:
         """Note the times of a request that has ended well, as a prediction for others."""
@@ -347,7 +346,9 @@ class WaitingRoom:
 
     def displaced_error(self, active: ActiveRequest) -> QueueFull:
         """The error of a request that gave way to another one."""
-        return QueueFull("the queue is full, and a more urgent request came", self._line(active).retry_after_s(active))
+        return QueueFull(
+            "the queue is full, and another request has the place", self._line(active).retry_after_s(active)
+        )
 
     def waits_until(self, active: ActiveRequest) -> float:
         """When a waiting request will have waited long enough for what it waits for now."""

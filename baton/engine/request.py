@@ -134,10 +134,11 @@ class Request:
         "adapter", "append_only_until", "arrival_time", "attempt", "beams", "block_hashes", "client_index",
         "draft_counts", "drafts", "encoder_inputs", "eos_token_ids", "error", "group", "has_new_draft_counts",
         "is_known", "is_long", "kv_source", "last_logprobs", "leg", "matchers", "num_cached_tokens",
-        "num_computed_tokens", "num_external_tokens", "num_preemptions", "num_prompt_tokens", "num_submitted_tokens",
-        "num_unreported", "outcome", "output_token_ids", "parent_id", "pooling", "prompt_logprobs",
-        "prompt_token_ids", "queue_position", "reader_block_size", "repetition", "request_id", "root_id",
-        "sampling_params", "sequence_index", "spans", "spec", "spec_token_ids", "status", "stop_ids", "stop_reason",
+        "num_computed_tokens", "num_external_tokens", "num_found_tokens", "num_preemptions", "num_prompt_tokens",
+        "num_submitted_tokens", "num_unreported", "outcome", "output_token_ids", "parent_id", "pooling",
+        "prompt_logprobs", "prompt_token_ids", "queue_position", "reader_block_size", "repetition", "request_id",
+        "root_id", "sampling_params", "sequence_index", "spans", "spec", "spec_token_ids", "status", "stop_ids",
+        "stop_reason",
     )  # fmt: skip
 
     def __init__(
@@ -221,6 +222,8 @@ class Request:
         """Submitted tokens that were found in the local prefix cache at the first admission."""
         self.num_external_tokens = 0
         """Submitted tokens whose KV came from another node."""
+        self.num_found_tokens = 0
+        """Tokens that were in blocks of other requests when it was tried last while it waited."""
 
         # Preemption.
         self.num_preemptions = 0

@@ -110,6 +110,8 @@ class NodeDescription:
     """Why they were not, or were not compared; empty: they were, or a version that does not say it."""
     model_type: str = ""
     """The type of the node's model, as its config.json names it; empty: a version that does not say it."""
+    kv_groups: int = 0
+    """Groups of layers with blocks of their own; 0: a version that does not say it."""
 
     @property
     def can(self) -> frozenset[Capability]:

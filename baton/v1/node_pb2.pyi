@@ -309,7 +309,7 @@ class AttachResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[NodeDescription, _Mapping]] = ..., report: _Optional[_Union[StepReport, _Mapping]] = ...) -> None: ...
 
 class NodeDescription(_message.Message):
-    __slots__ = ("node_id", "incarnation", "role", "address", "pid", "version", "model", "model_fingerprint", "dtype", "numerics", "bit_exact", "vocab_size", "max_model_len", "block_size", "num_blocks", "eos_token_ids", "on_transfer_failure", "kv_layout", "block_bytes", "max_num_seqs", "max_num_batched_tokens", "link_protocol", "embedding_size", "num_threads", "tp", "pp", "capabilities", "row_width", "most_short_tokens", "bit_exact_reason", "is_verified", "why_unverified", "model_type")
+    __slots__ = ("node_id", "incarnation", "role", "address", "pid", "version", "model", "model_fingerprint", "dtype", "numerics", "bit_exact", "vocab_size", "max_model_len", "block_size", "num_blocks", "eos_token_ids", "on_transfer_failure", "kv_layout", "block_bytes", "max_num_seqs", "max_num_batched_tokens", "link_protocol", "embedding_size", "num_threads", "tp", "pp", "capabilities", "row_width", "most_short_tokens", "bit_exact_reason", "is_verified", "why_unverified", "model_type", "kv_groups")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -343,6 +343,7 @@ class NodeDescription(_message.Message):
     IS_VERIFIED_FIELD_NUMBER: _ClassVar[int]
     WHY_UNVERIFIED_FIELD_NUMBER: _ClassVar[int]
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_GROUPS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: str
     role: Role
@@ -376,7 +377,8 @@ class NodeDescription(_message.Message):
     is_verified: bool
     why_unverified: str
     model_type: str
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., numerics: _Optional[str] = ..., bit_exact: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., on_transfer_failure: _Optional[str] = ..., kv_layout: _Optional[str] = ..., block_bytes: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., link_protocol: _Optional[int] = ..., embedding_size: _Optional[int] = ..., num_threads: _Optional[int] = ..., tp: _Optional[int] = ..., pp: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., row_width: _Optional[int] = ..., most_short_tokens: _Optional[int] = ..., bit_exact_reason: _Optional[str] = ..., is_verified: _Optional[bool] = ..., why_unverified: _Optional[str] = ..., model_type: _Optional[str] = ...) -> None: ...
+    kv_groups: int
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., numerics: _Optional[str] = ..., bit_exact: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., on_transfer_failure: _Optional[str] = ..., kv_layout: _Optional[str] = ..., block_bytes: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., link_protocol: _Optional[int] = ..., embedding_size: _Optional[int] = ..., num_threads: _Optional[int] = ..., tp: _Optional[int] = ..., pp: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., row_width: _Optional[int] = ..., most_short_tokens: _Optional[int] = ..., bit_exact_reason: _Optional[str] = ..., is_verified: _Optional[bool] = ..., why_unverified: _Optional[str] = ..., model_type: _Optional[str] = ..., kv_groups: _Optional[int] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("deltas", "load", "kv_cache", "notice", "step", "next_token_ids", "next_places", "adapters")

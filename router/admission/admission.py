@@ -132,7 +132,7 @@ class ServiceTimes:
             self._paced_at = now
             self._per_token.append((service_s - first_token_s) / (num_tokens - 1))
 
-    def wait_s(self, num_ahead: int, num_running: int) -> float:
+    def wait_s(self, num_ahead: float, num_running: int) -> float:
         """The time until so many requests and one more have been placed, by Little's law; 0 while nothing is known."""
         if not self._service or not num_running:
             return 0.0
@@ -304,9 +304,16 @@ class AdmissionQueue(Generic[T]):
         self, priority: int, num_running: int, tenant: str = "", service_class: ServiceClass = ServiceClass.NORMAL
     ) -> None:
         """Raises QueueFull if a newcomer of this priority could not wait now."""
-        if self._num_new >= self._max_waiting and self._gives_way(priority, tenant, service_class) is None:
-            why = f"{self._num_new} requests wait, as many as may, and none is less urgent"
+        self._find_room(priority, num_running, tenant, service_class)
+
+    def _find_room(self, priority: int, num_running: int, tenant: str, service_class: ServiceClass) -> Ticket[T] | None:
+        """The request that gives way to a newcomer; None: there is room. Raises QueueFull if there is neither."""
+        if self._num_new < self._max_waiting:
+            return None
+        if (found := self._gives_way(priority, tenant, service_class)) is None:
+            why = f"{self._num_new} requests wait, as many as may, and none of them gives way to this one"
             raise QueueFull(why, self.retry_after_s(num_running, tenant, service_class))
+        return found
 
     def add(self, ticket: Ticket[T], now: float, num_running: int) -> Ticket[T] | None:
         """Put a ticket into the queue. Returns the one that gave way to it, if any; raises QueueFull or WouldBeLate."""
@@ -314,20 +321,24 @@ class AdmissionQueue(Generic[T]):
             bisect.insort(self._retries, ticket, key=_order_key)
             return None
         tenant, of_class = ticket.tenant, self._classes[ticket.service_class]
-        self.check_room(ticket.priority, num_running, tenant, ticket.service_class)
+        displaced = self._find_room(ticket.priority, num_running, tenant, ticket.service_class)
         line = of_class.lines.get(tenant)
         num_before = 0 if line is None else bisect.bisect(line.order, ticket.order_key, key=_order_key)
         first_token_s = self._wait_s(tenant, ticket.service_class, num_before, num_running)
         first_token_s += self.times.first_token_s()
         self.check_in_time(ticket, now, first_token_s, self.times.token_s(), num_running)
         self.check_pace(ticket, self.times.pace_s(now), num_running)
-        displaced = None
-        if self._num_new >= self._max_waiting:
-            displaced = self._gives_way(ticket.priority, tenant, ticket.service_class)
         if displaced is not None:
             self.remove(displaced)
         of_class.add(ticket)
         return displaced
+
+    def put_back(self, ticket: Ticket[T]) -> None:
+        """Put a ticket into the queue whose request has waited already, whatever the bounds."""
+        if ticket.is_retry:
+            bisect.insort(self._retries, ticket, key=_order_key)
+        else:
+            self._classes[ticket.service_class].add(ticket)
 
     def remove(self, ticket: Ticket[T]) -> None:
         """Take a ticket out of the queue. Idempotent."""
@@ -350,7 +361,10 @@ class AdmissionQueue(Generic[T]):
 
     def _wait_s(self, tenant: str, service_class: ServiceClass, num_before: int, num_running: int) -> float:
         """How long a request waits that has so many of its own before it: others take their shares meanwhile."""
-        own_s = self.times.wait_s(num_before, num_running) * self._classes[service_class].times_as_long(tenant)
+        of_class = self._classes[service_class]
+        # Of others no more can be served meanwhile than wait.
+        num_meanwhile = min((num_before + 1) * of_class.times_as_long(tenant) - 1, of_class.num_requests)
+        own_s = self.times.wait_s(num_meanwhile, num_running)
         num_urgent = len(self._retries) + self._num_before(service_class)
         return own_s + (self.times.wait_s(num_urgent - 1, num_running) if num_urgent else 0.0)
 

@@ -9,8 +9,9 @@ cost, in tokens divided by the tenant's weight. The rules:
    generate, each of which counts as several of a prompt. When it ends, the charge becomes what it has cost. An attempt
    after the first costs nothing.
 3. A tenant that had no waiting request begins to wait with its own counter, but with no lower one than any waiting
-   tenant's and no higher one than every waiting tenant's. So a time without requests earns nothing, and capacity that
-   nobody else wanted costs nothing.
+   tenant's: a time without requests earns nothing. If nobody waited at some time since it was charged last, its counter
+   is also no higher than that of every waiting tenant: capacity that nobody else wanted costs nothing. What a charge
+   turns out to have been too much is given back only as far as the counter has not been moved since.
 4. A tenant without requests is forgotten when there are too many such tenants. It then comes as a new one does.
 
 Of two tenants that always have waiting requests, the service divided by the weights differs by at most twice the
@@ -22,6 +23,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict
+from collections.abc import Set
 
 from baton.values import value
 
@@ -39,18 +41,24 @@ class Charge:
 
     tenant: str
     tokens: float
+    moved: float
+    """`_Account.moved` at that time."""
 
 
 class _Account:
     """What is known of a tenant."""
 
-    __slots__ = ("counter", "is_waiting", "mean_output", "number", "weight")
+    __slots__ = ("counter", "is_waiting", "mean_output", "moved", "number", "period", "weight")
 
     def __init__(self, counter: float) -> None:
         self.counter = counter
         self.weight = 1.0
         self.mean_output = _FIRST_OUTPUT
         self.is_waiting = False
+        self.moved = 0.0
+        """By how much the counter was moved in all, when the tenant began to wait."""
+        self.period = -1
+        """The period in which it was charged last or stopped waiting."""
         self.number = 0
         """Grows with the time at which it began to wait."""
 
@@ -69,6 +77,8 @@ class TenantLedger:
         """Heaps of (counter, number, tenant), the second with the counters' negatives. Entries are left in them when
         they no longer hold, and skipped when they come first."""
         self._numbers = itertools.count(1)
+        self._period = 0
+        """Counts the times at which the first tenant began to wait, and at which the last one stopped."""
         self._now = 0.0
         """The virtual time: the highest of all lowest counters of waiting tenants. A new tenant begins with it."""
         self.waiting_weight = 0.0
@@ -82,8 +92,11 @@ class TenantLedger:
     def begin_waiting(self, tenant: str, weight: float = 1.0) -> None:
         """A tenant without waiting requests has one."""
         account = self._idle.pop(tenant, None) or _Account(self._now)
-        account.counter, account.weight = self._counter_to_join(account), weight
+        counter = self._counter_to_join(account)
+        account.moved += abs(counter - account.counter)
+        account.counter, account.weight = counter, weight
         account.is_waiting, account.number = True, next(self._numbers)
+        self._period += not self._waiting
         self._waiting[tenant] = account
         self.waiting_weight += weight
         self._push(tenant, account)
@@ -92,9 +105,15 @@ class TenantLedger:
         """A tenant's last waiting request has left the queue."""
         self._note_time()
         account = self._waiting.pop(tenant)
-        account.is_waiting = False
+        account.is_waiting, account.period = False, self._period
+        self._period += not self._waiting
         self.waiting_weight = self.waiting_weight - account.weight if self._waiting else 0.0
         self._remember(tenant, account)
+
+    @property
+    def waiting(self) -> Set[str]:
+        """The tenants with waiting requests."""
+        return self._waiting.keys()
 
     def first(self) -> str | None:
         """The tenant whose request is next; None: none waits."""
@@ -106,24 +125,25 @@ class TenantLedger:
         lowest = self._top(self._lowest, 1.0)
         if lowest is None:
             return True
-        if tenant in self._waiting:
-            return lowest[2] == tenant
-        account = self._idle.get(tenant) or _Account(self._now)
-        return self._counter_to_join(account) < lowest[0]
+        # Any other tenant would begin to wait behind the first one, with no lower counter.
+        return lowest[2] == tenant
 
     def charge(self, tenant: str, prompt_tokens: int, most_output: int, sequences: int = 1) -> Charge:
         """A request gets nodes. `most_output`: the most tokens that each of its sequences generates."""
         account = self._account(tenant)
         output = sequences * min(float(most_output), account.mean_output)
-        charge = Charge(tenant, prompt_tokens + self._output_weight * output)
-        self._add(tenant, account, charge.tokens)
+        charge = Charge(tenant, prompt_tokens + self._output_weight * output, account.moved)
+        self._add(tenant, account, charge.tokens / account.weight)
         return charge
 
     def settle(self, charge: Charge, prompt_tokens: int, output_tokens: int, sequences: int = 1) -> None:
         """A request that was charged has ended, and has cost so many tokens."""
         account = self._account(charge.tenant)
         account.mean_output += _NEWEST * (output_tokens / sequences - account.mean_output)
-        self._add(charge.tenant, account, prompt_tokens + self._output_weight * output_tokens - charge.tokens)
+        change = (prompt_tokens + self._output_weight * output_tokens - charge.tokens) / account.weight
+        if change < 0:
+            change = min(0.0, change + account.moved - charge.moved)
+        self._add(charge.tenant, account, change)
 
     def lag(self, tenant: str) -> float:
         """How far the tenant's counter is ahead of the virtual time, in tokens for a weight of 1."""
@@ -143,8 +163,9 @@ class TenantLedger:
         if len(self._idle) > _MAX_IDLE:
             self._idle.popitem(last=False)
 
-    def _add(self, tenant: str, account: _Account, tokens: float) -> None:
-        account.counter += tokens / account.weight
+    def _add(self, tenant: str, account: _Account, change: float) -> None:
+        account.counter += change
+        account.period = self._period
         if account.is_waiting:
             self._push(tenant, account)
         else:
@@ -155,7 +176,8 @@ class TenantLedger:
         lowest, highest = self._top(self._lowest, 1.0), self._top(self._highest, -1.0)
         if lowest is None or highest is None:
             return self._now
-        return min(max(account.counter, lowest[0]), -highest[0])
+        most = account.counter if account.period == self._period else -highest[0]
+        return min(max(account.counter, lowest[0]), max(most, lowest[0]))
 
     def _note_time(self) -> None:
         if (lowest := self._top(self._lowest, 1.0)) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from baton.errors import BatonError, NoCapacity, Overloaded
 from baton.messages.generation import Delivery, Finished, PromptLogprobs
@@ -50,6 +50,7 @@ class ActiveRequest:
         "admitted_at",
         "adopting_node",
         "answer",
+        "cached_on",
         "charge",
         "counts_as_placed",
         "deadline_at",
@@ -109,6 +110,8 @@ class ActiveRequest:
         """When nodes were found for the first attempt."""
         self.counts_as_placed = False
         """Whether it counts as one of those that are on nodes, or are still read."""
+        self.cached_on: Mapping[str, int] = {}
+        """How many tokens of its prompt are expected to be cached on the nodes of its last attempt."""
         self.charge: Charge | None = None
         """What its tenant was charged for it; None: it has no nodes yet, or has ended."""
         self.placed_last_at: float | None = None
@@ -168,7 +171,14 @@ class ActiveRequest:
     def tokens_computed(self) -> tuple[int, int]:
         """Tokens of the prompt that were not in a cache, as far as that is known, and those that were generated."""
         cached = 0 if self.finish is None else self.finish[0].timings.cached_tokens
-        return max(0, self.request.num_prompt_tokens - cached), self.flight.num_output_tokens
+        num_output = self.flight.num_output_tokens * self.num_computed // self.request.sampling_params.n
+        return max(0, self.request.num_prompt_tokens - cached), num_output
+
+    @property
+    def num_computed(self) -> int:
+        """The number of sequences that nodes compute for it: beams, too, of which the client gets some."""
+        params = self.request.sampling_params
+        return params.beam_width or params.n
 
     def targets(self) -> LatencyTargets:
         """The latency targets of the request, by which a queue says early that they can't be met."""

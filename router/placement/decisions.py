@@ -8,7 +8,7 @@ looks cheapest now; 0 if that is the chosen way, however wrong its prediction wa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cachetools import FIFOCache
@@ -41,6 +41,14 @@ class Choice:
     way: Way | None = None
     origin: Origin | None = None
     """Where the stream began that the attempt continues; None: its client has no token yet."""
+
+    @property
+    def cached_on(self) -> Mapping[str, int]:
+        """How many tokens of the prompt are expected to be cached on its nodes, by incarnation, as far as is known."""
+        if self.way is None:
+            return {}
+        on_decode = {self.placement.decode.incarnation: self.way.terms.decode_cached_tokens}
+        return {**on_decode, self.placement.prompt_node.incarnation: self.way.terms.cached_tokens}
 
 
 @dataclass(frozen=True, slots=True)

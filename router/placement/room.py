@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from baton.messages.ids import AttemptKey
 from baton.messages.node import LoadReport, NodeDescription
 
-_REPORTS_UNTIL_COUNTED = 3
-"""The first report behind a dispatch may acknowledge the leg, and the second may be of a step that was decided before.
-The third has the leg, unless the message took longer than a step."""
+_STEPS_UNTIL_COUNTED = 2
+"""The first report of a step behind a dispatch may be of one that was decided before. The second has the leg, unless
+the message took longer than a step."""
 
 
 class Lack(enum.Enum):
@@ -65,9 +65,9 @@ class RoomRules:
         step = node.max_num_batched_tokens
         if step and load.uncomputed_tokens >= self.steps_ahead * step:
             return Lack.TOKENS
-        if self.kv_room and load.promised_blocks + unreported_blocks >= self.kv_room * load.total_blocks > 0:
-            return Lack.KV
-        return None
+        is_told = load.promised_blocks > 0 or load.running == 0
+        blocks = load.promised_blocks + unreported_blocks
+        return Lack.KV if self.kv_room and is_told and blocks >= self.kv_room * load.total_blocks > 0 else None
 
 
 DEFAULT_RULES = RoomRules()
@@ -79,20 +79,20 @@ class UnreportedBlocks:
     def __init__(self) -> None:
         self.num_blocks = 0
         self._legs: dict[AttemptKey, tuple[int, int]] = {}
-        """For each leg its blocks, and in how many more reports it may be missing."""
+        """For each leg its blocks, and in how many more reports of steps it may be missing."""
 
     def add(self, attempt: AttemptKey, num_blocks: int) -> None:
         """A leg was sent that will need so many blocks. A second message of an attempt changes nothing."""
         if attempt not in self._legs:
-            self._legs[attempt] = num_blocks, _REPORTS_UNTIL_COUNTED
+            self._legs[attempt] = num_blocks, _STEPS_UNTIL_COUNTED
             self.num_blocks += num_blocks
 
     def remove(self, attempt: AttemptKey) -> None:
         """A leg has ended. Idempotent."""
         self.num_blocks -= self._legs.pop(attempt, (0, 0))[0]
 
-    def reported(self) -> None:
-        """The node has reported a step."""
+    def step_reported(self) -> None:
+        """The node has reported a step, or that it has nothing to compute."""
         for attempt, (num_blocks, left) in list(self._legs.items()):
             if left == 1:
                 self.remove(attempt)

@@ -142,12 +142,20 @@ class ClusterView:
         if node.load.draining is not load.draining:
             self._takers_changed()
         node.load = load
-        node.unreported.reported()
         # Legs that we sent a moment ago are not in the report yet: a count below ours says nothing about others.
         node.others = max(0, load.running + load.waiting + load.waiting_for_remote_kvs - node.ours)
         self._candidate_changed(node)
         if node.cordoned:
             self.on_cordoned_work()
+
+    def step_reported(self, incarnation: str) -> None:
+        """A node reports a step, or that it has nothing to compute: what was sent for a while is in its load now.
+
+        To be called before what the report brings about is sent.
+        """
+        node = self._nodes.get(incarnation)
+        if node is not None:
+            node.unreported.step_reported()
 
     def noticed(self, incarnation: str, notice: str) -> None:
         """Take a node's message for operators; empty: it has none any more."""
@@ -246,7 +254,9 @@ class ClusterView:
         return {size for size in all_sizes if size.bits not in other_bits}
 
     def dispatched(self, incarnation: str, attempt: AttemptKey, num_sequences: int = 1, num_tokens: int = 0) -> None:
-        """A leg with so many sequences was sent to a node, which begin with so many tokens; 0: they are there."""
+        """A leg with so many sequences was sent to a node. `num_tokens`: the tokens for which it needs blocks there; 0:
+        it has all that it needs.
+        """
         node = self._nodes.get(incarnation)
         if node is None:
             return
@@ -254,7 +264,8 @@ class ClusterView:
             # Its further sequences are held back on the node, and take no room from other requests.
             num_sequences = min(num_sequences, most_at_once(seats))
         if node.description is not None and num_tokens:
-            node.unreported.add(attempt, num_tokens // node.description.block_size + num_sequences)
+            stripes = num_tokens // node.description.block_size + num_sequences
+            node.unreported.add(attempt, stripes * max(1, node.description.kv_groups))
         self._chosen += 1
         node.ours += num_sequences - node.in_flight.get(attempt, 0)
         node.in_flight[attempt] = num_sequences

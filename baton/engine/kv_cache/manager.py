@@ -187,6 +187,11 @@ class KVCacheManager:
             partly.update({new: partly[block] for block, new in pairs if block in partly})
         return Allocation(AllocationAnswer.OK, [block.block_id for block in taken], copies)
 
+    def num_tokens_in_use(self, computed: ComputedBlocks) -> int:
+        """How many of the found tokens are in blocks that requests hold now; those of idle blocks are not."""
+        num_blocks = sum([not block.is_on_free_list for block in computed.blocks])
+        return num_blocks // self.num_groups * self.block_size
+
     def allocate_to_grow(
         self, request: Request, computed: ComputedBlocks, num_chunk_tokens: int, num_spared_blocks: int
     ) -> AllocationAnswer:

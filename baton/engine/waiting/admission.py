@@ -233,6 +233,7 @@ class Admission:
         computed = self._computed_blocks(request, with_host=not loads)
         if computed is None:
             return _AdmissionResult.ASK_AGAIN
+        request.num_found_tokens = self._manager.num_tokens_in_use(computed)
         if loads:
             try:
                 external = self._external_tokens(request, computed)

@@ -35,12 +35,13 @@ def tokens_to_compute(request: Request) -> int:
 
 
 def blocks_to_take(request: Request, block_size: int) -> int:
-    """How many stripes of blocks a waiting request takes for its tokens and the next one, if none of them is cached.
+    """How many stripes of blocks a waiting request takes for its tokens and the next one, beside those that it shares.
 
-    The number does not change while the request waits. A further sequence or beam shares the blocks of its root.
+    The number does not change while the request is in a queue. A further sequence or beam shares the blocks of its
+    root, and any request what it was seen to find in the cache when it was tried last.
     """
     is_alone = request.is_root or request.status in (RequestStatus.PREEMPTED, RequestStatus.SWAPPED)
-    return request.num_tokens // block_size + 1 if is_alone else 1
+    return max(1, (request.num_tokens - request.num_found_tokens) // block_size + 1) if is_alone else 1
 
 
 Turn = tuple[float, ...]

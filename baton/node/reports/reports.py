@@ -67,6 +67,7 @@ def describe(
         is_verified=model.is_verified,
         why_unverified=model.why_unverified,
         model_type=model.model_type,
+        kv_groups=len(layout.groups),
     )
 
 

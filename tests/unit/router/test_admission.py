@@ -161,6 +161,10 @@ def test_a_tenant_is_told_how_long_its_own_requests_wait() -> None:
     with pytest.raises(WouldBeLate, match=r"predicted in 5\.000 s"):
         put(waiting, "b", 30, tenant="few", targets=LatencyTargets(first_token_by=30 + 4.9), num_running=10)
     assert max(waiting.retry_after_s(10, "few") for _ in range(20)) <= 1.25 * 4
+    for number in range(20):
+        put(waiting, "small", 31, tenant=f"t{number}")
+    # All that wait, and it, are served in 4.2 s.
+    assert max(waiting.retry_after_s(10, "many") for _ in range(20)) <= 1.25 * 42
     assert min(waiting.retry_after_s(10, "many") for _ in range(20)) >= 0.75 * 40
 
 

@@ -135,7 +135,7 @@ async def test_a_full_queue_refuses_equal_priorities_and_displaces_the_lowest_fo
         assert not refused.events, "who is turned away at once hears no Accepted"
         better = rig.ask(max_tokens=1, request_id="yes")
         shed = await waiting[1].raises(QueueFull)
-        assert "a more urgent request came" in str(shed)
+        assert "another request has the place" in str(shed)
         assert rig.requests.num_waiting == 2
         assert rig.requests.counters.rejections == {"QueueFull": 2}
         page = render(figures(rig.dispatcher.requests, rig.view, 0.0, 0.0), {}).decode()

@@ -100,6 +100,35 @@ def test_idle_time_earns_nothing_and_idle_capacity_costs_nothing() -> None:
     assert ledger.first() == "busy"
 
 
+def test_a_tenant_with_one_request_at_a_time_pays_for_each() -> None:
+    ledger = TenantLedger()
+    ledger.begin_waiting("small")
+    places = []
+    for _ in range(500):
+        if "big" not in ledger.waiting:
+            ledger.begin_waiting("big")
+        tenant = ledger.first()
+        assert tenant is not None
+        places.append(tenant)
+        ledger.charge(tenant, 100_000 if tenant == "big" else 1_000, 0)
+        if tenant == "big":
+            ledger.end_waiting("big")
+    assert places.count("big") <= 6
+
+
+def test_nothing_is_given_back_of_what_was_forgiven() -> None:
+    ledger = TenantLedger()
+    charge = ledger.charge("chat", 16_000, 0)
+    ledger.begin_waiting("other")
+    ledger.begin_waiting("chat")
+    assert ledger.lag("chat") == 0.0, "it was alone when it was charged"
+    ledger.settle(charge, 0, 0)
+    assert ledger.lag("chat") == 0.0
+    later = ledger.charge("chat", 16_000, 0)
+    ledger.settle(later, 1_000, 0)
+    assert ledger.lag("chat") == 1_000.0, "but all of what was not"
+
+
 def test_a_charge_is_corrected_by_what_a_request_has_cost() -> None:
     ledger = TenantLedger()
     ledger.begin_waiting("a")

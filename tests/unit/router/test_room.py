@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from baton.messages.ids import AttemptKey
@@ -35,23 +35,19 @@ def test_no_bound_of_blocks_is_kept_where_none_is_wanted() -> None:
     assert RoomRules(kv_room=11.0).lack(decode(), load, 1, 0) is None
 
 
-@given(
-    st.sampled_from([0.5, 1.0, 1.5]),
-    st.lists(st.one_of(st.integers(1, 60), st.sampled_from(["report", "end"])), max_size=60),
-    st.data(),
-)
-def test_a_node_is_never_promised_more_than_its_room_and_one_request(
-    kv_room: float, events: list[int | str], data: st.DataObject
-) -> None:
-    """Integers are the tokens of a request that comes. A report has what was sent before the two in front of it."""
+@given(st.sampled_from([0.5, 1.0, 1.5]), st.lists(st.integers(-4, 60), max_size=60))
+@example(1.0, [60, 60, 60, 60, 0, 60, 60])
+def test_a_node_is_never_promised_more_than_its_room_and_one_request(kv_room: float, events: list[int]) -> None:
+    """A number above 0: a request with so many tokens comes; 0: the node reports a step, with what was sent before the
+    report in front of it; below 0: one of the requests ends.
+    """
     view = view_of(decode(num_blocks=BLOCKS, block_size=BLOCK_SIZE), rules=RoomRules(kv_room))
     sent: dict[AttemptKey, int] = {}
     known: set[AttemptKey] = set()
-    taken: set[AttemptKey] = set()
     on_the_way: set[AttemptKey] = set()
     largest = 0
     for number, event in enumerate(events):
-        if isinstance(event, int):
+        if event > 0:
             if view.why_full("d1.1"):
                 continue
             key, blocks = AttemptKey(f"r{number}", 1), event // BLOCK_SIZE + 1
@@ -60,17 +56,28 @@ def test_a_node_is_never_promised_more_than_its_room_and_one_request(
             on_the_way.add(key)
             largest = max(largest, blocks)
             assert sum(sent.values()) <= kv_room * BLOCKS + largest
-        elif event == "report":
+        elif event == 0:
             promised = sum(blocks for key, blocks in sent.items() if key in known)
+            view.step_reported("d1.1")
             view.reported("d1.1", LoadReport(running=len(known), total_blocks=BLOCKS, promised_blocks=promised))
-            known, taken, on_the_way = known | taken, on_the_way, set()
+            known, on_the_way = known | on_the_way, set()
         elif sent:
-            key = data.draw(st.sampled_from([*sent]))
+            key = [*sent][event % len(sent)]
             view.released("d1.1", key)
             del sent[key]
             known.discard(key)
-            taken.discard(key)
             on_the_way.discard(key)
+
+
+def test_a_node_of_an_earlier_version_is_bounded_by_seats_and_tokens_alone() -> None:
+    assert lack(decode(), 1, running=1, unreported=BLOCKS) is None
+    assert lack(decode(), 1, unreported=BLOCKS) is Lack.KV, "nothing runs yet"
+
+
+def test_blocks_of_each_group_of_layers_are_promised() -> None:
+    view = view_of(decode(num_blocks=BLOCKS, block_size=BLOCK_SIZE, kv_groups=4))
+    view.dispatched("d1.1", AttemptKey("r", 1), 1, 15 * BLOCK_SIZE)
+    assert view.candidates()[0].lack is Lack.KV
 
 
 def test_a_full_node_is_counted_when_it_comes_to_be_full() -> None:

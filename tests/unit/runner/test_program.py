@@ -108,6 +108,17 @@ def test_streams_have_the_bits_of_single_calls(threads: int) -> None:
     assert torch.equal(given[6], kernels.linear(like, padded, threads=1))
 
 
+def test_rows_are_padded_with_zeros() -> None:
+    """Where wider rows, of no numbers, were padded before."""
+    program, wide, narrow = Program(torch.bfloat16, 2), kernels.pack(_randn(8, 60)), kernels.pack(_randn(8, 40))
+    rows = [program.argument(width) for width in (60, 40, 8, 8)]
+    program.linear(rows[0], wide, None, into=rows[2])
+    program.linear(rows[1], narrow, None, into=rows[3])
+    x, out = _randn(9, 40), torch.empty(9, 8, dtype=torch.bfloat16)
+    program.run([torch.full((9, 60), torch.nan).bfloat16(), x, out.clone(), out], one_request(9), torch.tensor([8]))
+    assert torch.equal(out, kernels.linear(x, narrow, threads=1))
+
+
 def test_times_are_kept_when_asked_for() -> None:
     program, _, _ = _normed_product()
     arguments = [_randn(5, WIDTH), torch.empty(1, 80, dtype=torch.bfloat16)]

@@ -82,7 +82,7 @@ def settle(
     return reason
 
 
-_PARTS = 3
+_PARTS = 4
 """Counted up whenever Baton's parts of models compute other bits or keep something else in the cache, though kernels
 are as before: when a recognised factor is folded elsewhere, say."""
 

@@ -15,6 +15,7 @@ from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.rows import Xielu
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.torch_operations import activate
+from baton.runner.backends.torch_states import nearest_root
 from tests.support.kernel_inputs import randn
 from tests.support.pairs import all_pairs
 
@@ -118,10 +119,54 @@ def test_norms_around_the_mean_equal_those_in_float64(operations: Any, dtype: to
 
 def test_activations_equal_those_in_float64(operations: Any, dtype: torch.dtype) -> None:
     x = randn(13, 50, seed=0, dtype=dtype)[:, 3:40]
-    for activation in (*get_args(Activation), Xielu(0.7, 0.9, 0.4, -1e-6)):
+    for activation in (*get_args(Activation), Xielu(0.7, 0.9, 0.4, -1e-6), "tanh"):
         out = operations.activate(x, activation)
         assert_near(out, activate(x.double(), activation))
         assert torch.equal(operations.activate(x[4:5], activation), out[4:5])
+
+
+def test_streams_equal_those_in_float64(operations: Any, dtype: torch.dtype) -> None:
+    x, result = randn(13, 4 * 21, seed=0, dtype=dtype), randn(13, 21, seed=1, dtype=dtype)
+    mixing, correcting = randn(13, 16, seed=2, dtype=dtype), randn(13, 4, seed=3, dtype=dtype)
+    streams = x.double().view(13, 4, 21)
+    mixed = operations.mix_streams(x, mixing)
+    assert_near(mixed, (streams + mixing.double().view(13, 4, 4) @ streams).flatten(1))
+    assert torch.equal(operations.mix_streams(x[4:5], mixing[4:5]), mixed[4:5])
+    corrected = operations.correct_streams(x, result, correcting, 2)
+    difference = (result.double() - streams[:, 2])[:, None]
+    assert_near(corrected, (streams + difference * (1 + correcting.double())[:, :, None]).flatten(1))
+    assert torch.equal(operations.correct_streams(x[4:5], result[4:5], correcting[4:5], 2), corrected[4:5])
+    mean = operations.mean_of_streams(x, 4)
+    assert_near(mean, streams.mean(1))
+    assert torch.equal(operations.mean_of_streams(x[4:5], 4), mean[4:5])
+
+
+def test_rows_are_as_large_as_others(operations: Any, dtype: torch.dtype) -> None:
+    """The last row is so small that it would be divided by nearly nothing."""
+    x, like = randn(13, 70, seed=0, dtype=dtype), randn(13, 70, seed=1, dtype=dtype)
+    x[-1] *= 1e-4
+    means = operations.row_means(x)
+    assert means.shape == (13, 1)
+    assert_near(operations.row_means(x.abs()), x.double().abs().mean(-1, keepdim=True))
+    sizes = [rows.double().square().mean(-1, keepdim=True) for rows in (like, x)]
+    out = operations.resize(x, like, 1e-5)
+    assert_near(out, x.double() * sizes[0].sqrt() / sizes[1].clamp(min=1e-5).sqrt())
+    # Rounded steps of the operation are those of torch, with these means.
+    own = nearest_root(operations.row_means(x**2).clamp(min=1e-5))
+    assert torch.equal(out, x * nearest_root(operations.row_means(like**2)) / own)
+    assert torch.equal(operations.resize(x[4:5], like[4:5], 1e-5), out[4:5])
+    assert torch.equal(operations.row_means(x[4:5]), means[4:5])
+
+
+def test_gates_pass_what_is_far_above_their_mean(operations: Any, dtype: torch.dtype) -> None:
+    x = (randn(13, 2 * 96, seed=0) + 0.5).to(dtype)
+    gate, up = x.double().chunk(2, dim=-1)
+    kinds: tuple[tuple[float, Activation], ...] = ((1.2, "gelu_tanh"), (0.0, "silu"))
+    for deviations, activation in kinds:
+        cutoff = gate.mean(-1, keepdim=True) + deviations * gate.std(-1, keepdim=True, unbiased=False)
+        out = operations.sparse_gate(x, deviations, activation)
+        assert_near(out, activate((gate - cutoff).relu(), activation) * up)
+        assert torch.equal(operations.sparse_gate(x[4:5], deviations, activation), out[4:5])
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,11 @@ MODELS = {
     },
     "afmoe_without_experts": {**LISTED_TYPES["afmoe"], "num_dense_layers": 4},
     "gpt2_quick_gelu": {**LISTED_TYPES["gpt2"], "activation_function": "quick_gelu"},
+    "gemma3n_sparse": {
+        **LISTED_TYPES["gemma3n_text"],
+        "activation_sparsity_pattern": [0.9, 0.0, 0.5, 0.0],
+        "altup_active_idx": 1,
+    },
     "llama_odd_widths": {**LISTED_TYPES["llama"], "intermediate_size": 120, "head_dim": 24},
 }
 RECORDED = [
@@ -171,14 +176,14 @@ def test_one_call_gives_the_bits_of_many(models: Path, name: str, dtype: str, th
         *(("starcoder2", "float32"), ("phi", "bfloat16"), ("cohere", "bfloat16")),
         *(("granite", "bfloat16"), ("lfm3", "float32"), ("nemotron", "bfloat16")),
         *(("gpt2", "bfloat16"), ("opt", "float32"), ("gpt_neox", "bfloat16")),
-        *product(("apertus", "nemotron_h"), ("float32", "bfloat16")),
+        *product(("apertus", "nemotron_h", "gemma3n_sparse"), ("float32", "bfloat16")),
     ],
 )
 def test_parts_that_few_models_have_are_recorded(models: Path, name: str, dtype: str) -> None:
     """Norms of all heads, and around their mean; other rotations, gates of heads, activations, and sums with factors.
 
     Learned positions, layers with products of their own, and heads whose queries, keys and values are neighbours.
-    The angles of olmo are float32 in bfloat16, too; glm4 rotates pairs of neighbours.
+    The angles of olmo are float32 in bfloat16, too; glm4 rotates pairs of neighbours. Gemma 3n has several streams.
     """
     recorded, single = both(models, name, dtype, threads=2)
     assert recorded.why_no_programs == ""
@@ -198,9 +203,11 @@ def test_models_that_can_not_be_recorded_run_in_single_calls(models: Path) -> No
     assert_same(transformer, single)
 
 
-def test_widths_that_single_calls_pad_are_not_recorded(models: Path) -> None:
-    assert load(models, "llama_odd_widths", "float32", CompiledOperations(1, "")).why_no_programs == ""
-    assert load(models, "llama_odd_widths", "bfloat16", CompiledOperations(1, "")).why_no_programs
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_widths_that_single_calls_pad_are_padded_in_programs(models: Path, dtype: str) -> None:
+    recorded, single = both(models, "llama_odd_widths", dtype, threads=2)
+    assert recorded.why_no_programs == ""
+    assert_same(recorded, single)
 
 
 def test_torchs_operations_have_no_programs(models: Path) -> None:

@@ -197,7 +197,6 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
 """By the type, and behind a plus what is special about this model of it."""
 
 WITHOUT_PROGRAM = {
-    "gemma3n_text",  # streams of rows
     "jetmoe",  # experts of attention
 }
 """Types, or rows, whose layers are computed in more than one call of a step."""

@@ -6,14 +6,16 @@ Each row is computed by the same calls on the same shapes, whatever the other ro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.runner.backends import torch_states
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cpu.kernels.attention import require_distance_bias
 from baton.runner.backends.cpu.kernels.product import Activation
@@ -218,6 +220,41 @@ def _activate(x: Array, activation: Activation) -> Array:
     return np.asarray(np.float32(0.5) * x * (np.float32(1) + np.tanh(inner)), dtype=np.float32)
 
 
+def mix_streams(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    return _by_row(torch_states.mix_streams, x, factors)
+
+
+def correct_streams(x: torch.Tensor, result: torch.Tensor, factors: torch.Tensor, active: int) -> torch.Tensor:
+    return _by_row(partial(torch_states.correct_streams, active=active), x, result, factors)
+
+
+def mean_of_streams(x: torch.Tensor, num_streams: int) -> torch.Tensor:
+    return _by_row(partial(torch_states.mean_of_streams, num_streams=num_streams), x)
+
+
+def row_means(x: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(np.array([[row.mean()] for row in _array(x)], dtype=np.float32).reshape(-1, 1)).to(x.dtype)
+
+
+def resize(x: torch.Tensor, like: torch.Tensor, least: float) -> torch.Tensor:
+    size, own = row_means(like**2), row_means(x**2).clamp(min=least)
+    return x * torch_states.nearest_root(size) / torch_states.nearest_root(own)
+
+
+def sparse_gate(x: torch.Tensor, deviations: float, activation: Activation) -> torch.Tensor:
+    out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype)
+    for row, own in enumerate(_array(x)):
+        gate, up = np.split(own, 2)
+        cut = np.maximum(gate - (gate.mean() + np.float32(deviations) * gate.std()), np.float32(0))
+        out[row] = torch.from_numpy(_activate(cut, activation) * up).to(x.dtype)
+    return out
+
+
+def _by_row(compute: Callable[..., torch.Tensor], *arguments: torch.Tensor) -> torch.Tensor:
+    """The rows that a function computes of one row after the other."""
+    return torch.cat([compute(*rows) for rows in zip(*(torch.split(rows, 1) for rows in arguments), strict=True)])
+
+
 def _xielu(x: Array, numbers: Xielu) -> Array:
     bent = np.float32(numbers.negative) * (np.expm1(np.minimum(x, np.float32(numbers.near))) - x)
     active = np.where(x > 0, np.float32(numbers.positive) * x * x, bent) + np.float32(numbers.linear) * x
@@ -347,7 +384,10 @@ def multiply(x: torch.Tensor, by: torch.Tensor, activation: GateFunction | None)
 def activate(x: torch.Tensor, activation: RowActivation) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype)
     for row, own in enumerate(_array(x)):
-        active = _xielu(own, activation) if isinstance(activation, Xielu) else _activate(own, activation)
+        if activation == "tanh":
+            active = np.tanh(own)
+        else:
+            active = _xielu(own, activation) if isinstance(activation, Xielu) else _activate(own, activation)
         out[row] = torch.from_numpy(active).to(x.dtype)
     return out
 

@@ -166,6 +166,26 @@ class CompiledOperations:
     def activate(self, x: torch.Tensor, activation: RowActivation) -> torch.Tensor:
         return kernels.activate(x, activation, threads=self.num_threads)
 
+    def mix_streams(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        return kernels.mix_streams(x, factors, threads=self.num_threads)
+
+    def correct_streams(
+        self, x: torch.Tensor, result: torch.Tensor, factors: torch.Tensor, active: int
+    ) -> torch.Tensor:
+        return kernels.correct_streams(x, result, factors, active, threads=self.num_threads)
+
+    def mean_of_streams(self, x: torch.Tensor, num_streams: int) -> torch.Tensor:
+        return kernels.mean_of_streams(x, num_streams, threads=self.num_threads)
+
+    def row_means(self, x: torch.Tensor) -> torch.Tensor:
+        return kernels.row_means(x, threads=self.num_threads)
+
+    def resize(self, x: torch.Tensor, like: torch.Tensor, least: float) -> torch.Tensor:
+        return kernels.resize(x, like, least, threads=self.num_threads)
+
+    def sparse_gate(self, x: torch.Tensor, deviations: float, activation: Activation) -> torch.Tensor:
+        return kernels.sparse_gate(x, deviations, activation, threads=self.num_threads)
+
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, in_pairs: bool = False) -> None:
         kernels.rotate(x, cos, sin, in_pairs=in_pairs, threads=self.num_threads)
 

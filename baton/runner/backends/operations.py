@@ -240,6 +240,41 @@ class Operations(Protocol):
         """activation(x) of x [T, N], in float32 and rounded once: [T, N]."""
         ...
 
+    def mix_streams(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """Each stream of x [T, S * N] plus a sum of all of them, by factors [T, S * S], S of each stream: [T, S * N].
+
+        The sum is added up in float32, one stream after the other, and rounded, and then the streams are.
+        """
+        ...
+
+    def correct_streams(
+        self, x: torch.Tensor, result: torch.Tensor, factors: torch.Tensor, active: int
+    ) -> torch.Tensor:
+        """Each stream of x [T, S * N] plus (result - the active one) * (factor + 1), of result [T, N] and factors
+        [T, S], each step rounded: [T, S * N]."""
+        ...
+
+    def mean_of_streams(self, x: torch.Tensor, num_streams: int) -> torch.Tensor:
+        """The mean of the streams of x [T, S * N], added up in float32 one after the other: [T, N]."""
+        ...
+
+    def row_means(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean of each row of x [T, N], added up in float32 and rounded once: [T, 1]."""
+        ...
+
+    def resize(self, x: torch.Tensor, like: torch.Tensor, least: float) -> torch.Tensor:
+        """x * size(like) / size(x) of x and like [T, N], each step rounded. A row's size is the root of its mean
+        square, which for x is at least `least`; the means are those of `row_means`."""
+        ...
+
+    def sparse_gate(self, x: torch.Tensor, deviations: float, activation: Activation) -> torch.Tensor:
+        """activation(max(0, g - cutoff)) * u of x [T, 2 N], each row g and then u: [T, N].
+
+        The cutoff is the mean of a row's g plus `deviations` times their standard deviation. Everything is computed in
+        float32 and rounded once.
+        """
+        ...
+
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, in_pairs: bool = False) -> None:
         """Rotate the first R columns of x [T, H, D] in place by cos and sin [T, R], whose two halves are equal.
 

@@ -155,6 +155,12 @@ class ShardedOperations:
         self.sum_experts = inner.sum_experts
         self.clamped_gate = inner.clamped_gate
         self.activate = inner.activate
+        self.mix_streams = inner.mix_streams
+        self.correct_streams = inner.correct_streams
+        self.mean_of_streams = inner.mean_of_streams
+        self.row_means = inner.row_means
+        self.resize = inner.resize
+        self.sparse_gate = inner.sparse_gate
         self.rotate = inner.rotate
         self.store_kv = inner.store_kv
         self.paged_attention = inner.paged_attention

@@ -55,6 +55,8 @@ def activate(x: torch.Tensor, activation: RowActivation) -> torch.Tensor:
     """Apply an activation, in x's dtype."""
     if isinstance(activation, Xielu):
         return activation.of(x)
+    if activation == "tanh":
+        return torch.tanh(x)
     if activation == "silu":
         return functional.silu(x)
     if activation in ("relu", "relu_squared"):
@@ -300,6 +302,29 @@ class TorchOperations:
         padded = functional.pad(x, (0, -x.shape[1] % _LOOP_COLUMNS))
         out = self._in_calls(padded, lambda rows: activate(rows.float(), activation).to(x.dtype))
         return out[:, : x.shape[1]].contiguous()
+
+    def mix_streams(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        return torch_states.mix_streams(x, factors)
+
+    def correct_streams(
+        self, x: torch.Tensor, result: torch.Tensor, factors: torch.Tensor, active: int
+    ) -> torch.Tensor:
+        return torch_states.correct_streams(x, result, factors, active)
+
+    def mean_of_streams(self, x: torch.Tensor, num_streams: int) -> torch.Tensor:
+        return torch_states.mean_of_streams(x, num_streams)
+
+    def row_means(self, x: torch.Tensor) -> torch.Tensor:
+        return self._in_calls(x, lambda rows: rows.float().mean(-1, keepdim=True).to(x.dtype))
+
+    def resize(self, x: torch.Tensor, like: torch.Tensor, least: float) -> torch.Tensor:
+        size, own = (self.row_means(rows**2) for rows in (like, x))
+        return x * torch_states.nearest_root(size) / torch_states.nearest_root(own.clamp(min=least))
+
+    def sparse_gate(self, x: torch.Tensor, deviations: float, activation: Activation) -> torch.Tensor:
+        gate, up = x.float().chunk(2, dim=-1)
+        cut = self._in_calls(gate, lambda rows: torch_states.above_cutoff(rows, deviations))
+        return (self.activate(cut, activation) * up).to(x.dtype)
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, in_pairs: bool = False) -> None:
         rotate(x, cos, sin, in_pairs=in_pairs)

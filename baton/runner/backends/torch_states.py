@@ -1,4 +1,5 @@
-"""Convolutions, recurrences and gates of layers that keep a state (state_calls.py), on torch alone and on any device.
+"""Convolutions, recurrences and gates of layers that keep a state (state_calls.py), and rows in several streams: on
+torch alone and on any device.
 
 torch's functions may give a number other bits where a tensor has another shape: the end of a vectorised loop has other
 code than its middle, and a sum is cut by its length. So everything but products and sums of two numbers is computed
@@ -7,6 +8,7 @@ token by token, in tensors whose shape depends on the layer alone. One sequence 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -109,6 +111,41 @@ def gate(
         gates = compute(given if scale is None else given * scale).clamp(*limits)
         out[row] = gates if factor is None else gates * factor
     return out
+
+
+def mix_streams(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Compute `Operations.mix_streams`, whose numbers are each a sum in one order."""
+    num_streams = math.isqrt(factors.shape[1])
+    streams = x.view(x.shape[0], num_streams, -1)
+    by = factors.float().view(-1, num_streams, num_streams)
+    total = streams[:, None, 0].float() * by[:, :, 0, None]
+    for place in range(1, num_streams):
+        total = total + streams[:, None, place].float() * by[:, :, place, None]
+    return (total.to(x.dtype) + streams).flatten(1)
+
+
+def correct_streams(x: torch.Tensor, result: torch.Tensor, factors: torch.Tensor, active: int) -> torch.Tensor:
+    """Compute `Operations.correct_streams`."""
+    streams = x.view(x.shape[0], factors.shape[1], -1)
+    difference = result - streams[:, active]
+    return (difference[:, None] * (factors + 1.0)[:, :, None] + streams).flatten(1)
+
+
+def mean_of_streams(x: torch.Tensor, num_streams: int) -> torch.Tensor:
+    """Compute `Operations.mean_of_streams`."""
+    streams = x.float().chunk(num_streams, dim=-1)
+    return (sum(streams, torch.zeros_like(streams[0])) / num_streams).to(x.dtype)
+
+
+def nearest_root(x: torch.Tensor) -> torch.Tensor:
+    """The square root of each number, rounded to the nearest one: torch's own depends on the place of a number."""
+    return x.double().sqrt().float().to(x.dtype)
+
+
+def above_cutoff(rows: torch.Tensor, deviations: float) -> torch.Tensor:
+    """How far the numbers of rows [T, N] are above their mean and so many standard deviations; 0 for those below."""
+    spread = rows.std(-1, keepdim=True, unbiased=False)
+    return functional.relu(rows - (rows.mean(-1, keepdim=True) + deviations * spread))
 
 
 def _unit(x: torch.Tensor, norm_eps: float | None) -> torch.Tensor:

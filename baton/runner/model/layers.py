@@ -51,7 +51,7 @@ class PackedLinear(nn.Module, HasProducts):
         self._weight_dtype = dtype
         self._device = weight.device if isinstance(weight, torch.Tensor) else CPU
         self._out_dtype = out_dtype
-        self._operations = operations
+        self.operations = operations
         self._packed = operations.pack(weight)
         self._packed_casts: dict[torch.dtype, Any] = {dtype: self._packed}
         """The packed weight in every dtype that the model's modules have multiplied it in."""
@@ -90,7 +90,7 @@ class PackedLinear(nn.Module, HasProducts):
     def _packed_in(self, dtype: torch.dtype) -> Any:
         if dtype not in self._packed_casts:
             weight = self.take_rows(torch.arange(self.out_features, device=self._device))
-            self._packed_casts[dtype] = self._operations.pack(weight.to(dtype))
+            self._packed_casts[dtype] = self.operations.pack(weight.to(dtype))
         return self._packed_casts[dtype]
 
     @property
@@ -116,7 +116,7 @@ class PackedLinear(nn.Module, HasProducts):
 
     def take_rows(self, index: torch.Tensor) -> torch.Tensor:
         """Rows index [T] of the weight: [T, K]."""
-        return self._operations.take_rows(self._packed, index, self._weight_dtype)
+        return self.operations.take_rows(self._packed, index, self._weight_dtype)
 
 
 class PackedEmbedding(nn.Module):

@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from itertools import product
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.rows import Xielu
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import activate, rms_norm
+from baton.runner.backends.torch_states import above_cutoff
 from baton.runner.model.attention_recognition import AttentionRecogniser, NotRecognised, norm_without_weight
 from baton.runner.model.comparison import (
     NUM_ROWS,
@@ -39,8 +41,16 @@ from baton.runner.model.comparison import (
     told_layer,
 )
 from baton.runner.model.fused.attention import CalledAsAttention
-from baton.runner.model.fused.low_rank import TermedMlp, terms_of, watched_terms
-from baton.runner.model.fused.rows import AnyNorm, FusedActivation, FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp
+from baton.runner.model.fused.low_rank import LowRankResidual, TermedMlp, terms_of, watched_terms
+from baton.runner.model.fused.rows import (
+    AnyNorm,
+    FusedActivation,
+    FusedLayerNorm,
+    FusedMlp,
+    FusedNorm,
+    PlainMlp,
+    SparseMlp,
+)
 from baton.runner.model.fused.streams import AlternatingUpdates
 from baton.runner.model.probe_attention import EchoAttention
 from baton.runner.model.states.layer_functions import keep_states_in_cache
@@ -66,6 +76,8 @@ _PLAIN_MLP_NAMES = (("up_proj", "down_proj"), ("c_fc", "c_proj"), ("fc1", "fc2")
 """The same of an MLP without a gate."""
 _ALTERNATING_NAMES = ("modality_router", "prediction_coefs", "correction_coefs")
 """What a part that predicts and corrects streams calls its linear layers: one for rows, two for what that one gives."""
+_RESIDUAL_NAMES = ("linear_left", "linear_right")
+"""The same of a part that adds a low-rank term to its rows."""
 _OF_LAYER_NORMS = ({"weight"}, {"weight", "bias"})
 
 Release = Callable[[nn.Module], None]
@@ -94,6 +106,7 @@ def fuse(module: nn.Module, operations: Operations, row_quantum: int, release: R
                     or _plain_mlp(child, operations, generator, row_quantum)
                     or _state_mixer(child, operations, generator)
                     or _alternating_updates(child, operations, generator)
+                    or _low_rank_residual(child, operations, generator)
                     or attention.fused(child, generator)
                 )
             except NotRecognised as reason:
@@ -228,7 +241,9 @@ def _plain_mlp(child: Any, operations: Operations, generator: torch.Generator, r
     return PlainMlp(operations, up, down, known or activation, [*linear], row_quantum)
 
 
-def _fused_mlp(child: Any, operations: Operations, generator: torch.Generator) -> FusedMlp | TermedMlp | None:
+def _fused_mlp(
+    child: Any, operations: Operations, generator: torch.Generator
+) -> FusedMlp | SparseMlp | TermedMlp | None:
     linear = linears_of(child, _MLP_NAMES)
     if linear is None:
         return None
@@ -250,6 +265,9 @@ def _fused_mlp(child: Any, operations: Operations, generator: torch.Generator) -
     if terms := terms_of(by_name, called):
         termed = TermedMlp(operations, by_name, terms, (names[-1], down), activation)
         return termed if agree_in_parts(expected[0], termed(x)[0]) else None
+    deviations = _deviations_of_mlp(child, gate_and_up, down, activation, x, expected)
+    if deviations is not None and down.bias is None:
+        return SparseMlp(operations, gate, up, weight_of(down), activation, [*linear], deviations)
     norms = (part for part in child.children() if isinstance(part, AnyNorm) and part.width == down.in_features)
     norm = next(norms, None)
     factors = (1.0, 1.0) if norm else _factors_of_mlp(child, gate_and_up, down, activation, x, expected)
@@ -277,6 +295,30 @@ def _factors_of_mlp(
     return 1.0, 1.0
 
 
+def _deviations_of_mlp(
+    child: nn.Module,
+    gate_and_up: Sequence[nn.Linear],
+    down: nn.Linear,
+    activation: Activation,
+    x: torch.Tensor,
+    expected: torch.Tensor,
+) -> float | None:
+    """How many standard deviations above their row's mean the numbers of a gated MLP's gate must be to give `expected`.
+
+    None: no share that the part has, of numbers that are left out, gives it.
+    """
+    shares = [number for number in factors_of(child) if number < 1.0]
+    if not shares:
+        return None
+    gates, up = torch.cat([part(x) for part in gate_and_up], dim=-1).chunk(2, dim=-1)
+    for share in shares:
+        deviations = float(torch.tensor(NormalDist().inv_cdf(share), dtype=x.dtype))
+        gated = activate(above_cutoff(gates.float(), deviations), activation).to(up.dtype) * up
+        if agree_in_parts(expected[0], down(gated)[0]):
+            return deviations
+    return None
+
+
 def _alternating_updates(child: Any, operations: Operations, generator: torch.Generator) -> AlternatingUpdates | None:
     """The updates that a part computes, whose norms are fused; None: it computes something else."""
     linear = linears_of(child, (_ALTERNATING_NAMES,))
@@ -299,8 +341,24 @@ def _alternating_updates(child: Any, operations: Operations, generator: torch.Ge
         expected = outputs(child)
     except (RuntimeError, TypeError, ValueError, AttributeError):
         return None  # its layers have these names and do something else
-    of_each = (AlternatingUpdates(products, norm, factor, scales[0], active) for active in range(last.in_features))
+    of_each = (
+        AlternatingUpdates(operations, products, norm, factor, scales[0], active) for active in range(last.in_features)
+    )
     return next((updates for updates in of_each if all(map(agree, expected, outputs(updates)))), None)
+
+
+def _low_rank_residual(child: Any, operations: Operations, generator: torch.Generator) -> LowRankResidual | None:
+    """Rows plus the norm of a low-rank term, whose norm is fused; None: the part computes something else."""
+    linear = linears_of(child, (_RESIDUAL_NAMES,))
+    norm = next((part for part in child.children() if isinstance(part, FusedNorm)), None)
+    if linear is None or norm is None or any(part.bias is not None for part in linear.values()):
+        return None
+    down, up = linear.values()
+    if (up.out_features, up.in_features, norm.width) != (down.in_features, down.out_features, down.in_features):
+        return None
+    x = like_input(down, small_and_large_rows(down.in_features, generator))
+    fused = LowRankResidual(operations, linear, norm)
+    return fused if agree_in_parts(child(x)[0], fused(x)[0]) else None
 
 
 def _state_mixer(child: Any, operations: Operations, generator: torch.Generator) -> StateMixer | None:

@@ -34,6 +34,7 @@ from baton.runner.model.fused.reading_attention import ReadingAttention
 from baton.runner.model.latents.recognition import attend_to_latents, refuse_selections
 from baton.runner.model.layers import ProductWatch, head_of, replace_products
 from baton.runner.model.long_angles import LongAngles, replace_rotary
+from baton.runner.model.loop.streams import sizes_of
 from baton.runner.model.loop.trace import LoopTrace, NotAPlainDecoder
 from baton.runner.model.mixtures.recognition import fuse_mixtures
 from baton.runner.model.probe_attention import EchoAttention, ProbeAttention
@@ -122,6 +123,7 @@ class Transformer(CachedModel):
         head = head_of(model.module)
         if head is not None:
             head.register_forward_pre_hook(self._keep_hidden)
+        self._row_sizes = sizes_of(model.module, operations)
         own_layers, missed_products = self._probe_layers(model.architecture)
         self.why_no_own_loop = ""
         """Why transformers' loop over the layers runs; empty when Baton's loop replaces it."""
@@ -461,7 +463,8 @@ class Transformer(CachedModel):
     ) -> ModelOutput:
         if received is not None:
             self._part.receive(received)
-        with nullcontext() if given is None else given_to(self._module.get_input_embeddings(), given):
+        replaced = nullcontext() if given is None else given_to(self._module.get_input_embeddings(), given)
+        with replaced, self._row_sizes or nullcontext():
             return self._call_module(token_ids, positions, logits_rows)
 
     def _call_module(

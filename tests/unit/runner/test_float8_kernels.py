@@ -19,7 +19,7 @@ from baton.runner.backends.quantized_product import float8_product
 from baton.runner.backends.quantized_weight import Float8Weight
 from baton.runner.backends.torch_operations import TorchOperations
 from tests.support import reference_operations as reference
-from tests.support.kernel_inputs import DTYPES, FLOAT8_SHAPES, float8, randn
+from tests.support.kernel_inputs import DTYPES, FLOAT8_SHAPES, float8, one_request, randn
 from tests.support.pairs import all_pairs
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
@@ -138,6 +138,12 @@ def test_weights_that_can_not_be_packed_are_refused_by_name() -> None:
             kernels.pack(weight)
     with pytest.raises(BatonError, match="--dequantize"):
         TorchOperations(1).pack(replace(good, group=100, scales=randn(8, 3)))
-    program = Program(torch.float32, 1)
-    with pytest.raises(KernelArgumentError, match="100 columns, the packed weight 128"):
-        program.linear(program.argument(100), kernels.pack(float8(70, 100, 100)), None, into="wrong")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_programs_pad_rows_as_single_calls_do(dtype: torch.dtype) -> None:
+    program, packed, x = Program(dtype, 2), kernels.pack(float8(70, 100, 100)), randn(9, 100, dtype=dtype)
+    program.linear(program.argument(100), packed, None, into=program.argument(70))
+    out = torch.empty(9, 70, dtype=dtype)
+    program.run([x, out], one_request(9), torch.tensor([8]))
+    assert torch.equal(out, kernels.linear(x, packed, threads=1))

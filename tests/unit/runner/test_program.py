@@ -78,6 +78,47 @@ def test_rows_are_multiplied_and_divided_by_numbers_as_by_torch(dtype: torch.dty
     assert torch.equal(over, rows / 0.7)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_streams_have_the_bits_of_single_calls(threads: int) -> None:
+    """Rows are parts of wider ones, where they may be."""
+    program = Program(torch.bfloat16, threads)
+    wide, of_rows, factors, out, summed, sized = (program.argument(width) for width in (300, 60, 16, 240, 300, 120))
+    of_product, padded = program.argument(24), kernels.pack(_randn(24, 60))
+    streams = wide.columns(20, 260)
+    mixed = program.mix_streams(streams, factors, into="mixed")
+    scale = _randn(60, seed=9)
+    scaled = program.multiply_columns(mixed.columns(60, 120), scale, into="scaled")
+    program.correct_streams(mixed, scaled, factors.columns(3, 7), 2, into=out)
+    program.resize(program.mean_of_streams(streams, 4, into="mean"), of_rows, 1e-5, sized.columns(60, 120))
+    program.add_to_columns(summed, of_rows, range(60, 300))
+    program.linear(of_rows, padded, None, into=of_product)
+    rows = [_randn(9, width, seed=width) for width in (300, 60, 16)]
+    given = [*rows, *(torch.zeros(9, width, dtype=torch.bfloat16) for width in (240, 300, 120, 24))]
+    given[4] = _randn(9, 300, seed=4)
+    before = given[4].clone()
+    program.run(given, one_request(9), torch.tensor([8]))
+    x, like, by = rows
+    expected = kernels.mix_streams(x[:, 20:260], by, threads=1)
+    own = expected[:, 60:120] * scale
+    assert torch.equal(given[3], kernels.correct_streams(expected, own, by[:, 3:7], 2, threads=1))
+    mean = kernels.mean_of_streams(x[:, 20:260], 4, threads=1)
+    assert torch.equal(given[5][:, 60:], kernels.resize(mean, like, 1e-5, threads=1))
+    assert not given[5][:, :60].any()
+    assert torch.equal(given[4], before + torch.cat([torch.zeros_like(like), *[like] * 4], dim=1))
+    assert torch.equal(given[6], kernels.linear(like, padded, threads=1))
+
+
+def test_rows_are_padded_with_zeros() -> None:
+    """Where wider rows, of no numbers, were padded before."""
+    program, wide, narrow = Program(torch.bfloat16, 2), kernels.pack(_randn(8, 60)), kernels.pack(_randn(8, 40))
+    rows = [program.argument(width) for width in (60, 40, 8, 8)]
+    program.linear(rows[0], wide, None, into=rows[2])
+    program.linear(rows[1], narrow, None, into=rows[3])
+    x, out = _randn(9, 40), torch.empty(9, 8, dtype=torch.bfloat16)
+    program.run([torch.full((9, 60), torch.nan).bfloat16(), x, out.clone(), out], one_request(9), torch.tensor([8]))
+    assert torch.equal(out, kernels.linear(x, narrow, threads=1))
+
+
 def test_times_are_kept_when_asked_for() -> None:
     program, _, _ = _normed_product()
     arguments = [_randn(5, WIDTH), torch.empty(1, 80, dtype=torch.bfloat16)]
@@ -118,8 +159,20 @@ def test_operations_that_the_kernels_can_not_take_are_not_recorded() -> None:
     for weight in (_randn(8, WIDTH + 32), _randn(8, WIDTH).float()):
         with pytest.raises(KernelArgumentError):
             program.linear(x, kernels.pack(weight), None, into="out")
-    with pytest.raises(KernelArgumentError, match="x: has 40"):
-        program.linear(x.columns(0, 40), kernels.pack(_randn(8, 40)), None, into="out")
+    streams = program.argument(4 * WIDTH)
+    for wrong in (
+        lambda: program.mix_streams(streams, program.argument(15), into="out"),
+        lambda: program.correct_streams(streams, program.argument(8), program.argument(4), 0, into="out"),
+        lambda: program.correct_streams(streams, x, program.argument(4), 4, into="out"),
+        lambda: program.mean_of_streams(streams, 3, into="out"),
+        lambda: program.mean_of_streams(streams, 1, into=streams),
+        lambda: program.resize(x, streams, 1e-5, x),
+        lambda: program.sparse_gate(program.argument(7), 1.0, "silu", into="out"),
+        lambda: program.multiply_columns(x, _randn(8), into="out"),
+        lambda: program.add_to_columns(streams, x, range(100)),
+    ):
+        with pytest.raises(KernelArgumentError):
+            wrong()
     with pytest.raises(KernelArgumentError, match="weight"):
         program.rms_norm(x, _randn(48), 1e-6, plus_one=False, into="out")
     with pytest.raises(KernelArgumentError, match="cos"):

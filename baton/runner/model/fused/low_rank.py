@@ -1,7 +1,7 @@
 """Products with low-rank terms: product(x) + up(down(x)), as layers have them that share the weights of the product.
 
-Such parts (zamba2's) are told the number of their layer with each call, and choose the terms of that layer. Which they
-choose is seen in a call (`watched_terms`).
+Zamba2's parts are told the number of their layer with each call, and choose the terms of that layer. Which they choose
+is seen in a call (`watched_terms`). In Gemma 3n a layer adds such a term, and the norm of it, to its rows.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import rows_in
+from baton.runner.model.fused.rows import FusedNorm
 from baton.runner.model.stored.layers import weight_of
 
 
@@ -181,4 +182,31 @@ class TermedMlp(nn.Module, HasProducts):
 
     def forward(self, x: torch.Tensor, layer_idx: int | None = None) -> torch.Tensor:
         """`layer_idx`: what the replaced module is told with each call, and known here."""
+        return self.rows(x.reshape(-1, x.shape[-1]).contiguous()).view(x.shape)
+
+
+class LowRankResidual(nn.Module, HasProducts):
+    """Rows plus the norm of a low-rank term of them: x + norm(up(down(x)))."""
+
+    def __init__(self, operations: Operations, down_and_up: Mapping[str, nn.Linear], norm: FusedNorm) -> None:
+        """`down_and_up`: neither has a bias."""
+        super().__init__()
+        self._down, self._up = (_product(operations, name, linear) for name, linear in down_and_up.items())
+        self._norm = norm
+
+    @property
+    def products(self) -> Sequence[AdaptableProduct]:
+        return self._down, self._up
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, K] to [T, K]."""
+        return x + self._norm.rows(self._up.linear(self._down.linear(x)))
+
+    def record(self, program: Program, x: Rows, *, into: str) -> Rows:
+        """Append to a program what `rows` computes."""
+        low = self._down.record(program, x, None, into="low residual")
+        normed = self._norm.record(program, self._up.record(program, low, None, into="residual term"), into=into)
+        return program.add(x, normed, 1.0, into=normed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rows(x.reshape(-1, x.shape[-1]).contiguous()).view(x.shape)

@@ -184,6 +184,52 @@ class FusedMlp(nn.Module, HasProducts):
         return self.rows(x.reshape(-1, x.shape[-1]).contiguous()).view(x.shape)
 
 
+class SparseMlp(nn.Module, HasProducts):
+    """A gated MLP whose gate passes what is far above its row's mean: down(act(max(0, gate(x) - cutoff)) * up(x)).
+
+    The cutoff is the mean plus a multiple of the standard deviation (the Gaussian top-k of arXiv 2506.06644).
+    """
+
+    def __init__(
+        self,
+        operations: Operations,
+        gate: Weight,
+        up: Weight,
+        down: Weight,
+        activation: Activation,
+        names: Sequence[str],
+        deviations: float,
+    ) -> None:
+        """`names`: as of FusedMlp. `deviations`: how many standard deviations the cutoff is above the mean."""
+        super().__init__()
+        self._operations = operations
+        self._activation = activation
+        self._deviations = deviations
+        n, k = gate.shape
+        *inner, last = names
+        modules = [(name, 2 * n // len(inner)) for name in inner]
+        self._gate_up = AdaptableProduct(operations, operations.pack(gate, up), k, modules)
+        self._down = AdaptableProduct.of_layer(operations, last, down)
+
+    @property
+    def products(self) -> Sequence[AdaptableProduct]:
+        return self._gate_up, self._down
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, K] to [T, K]."""
+        inner = self._operations.sparse_gate(self._gate_up.linear(x), self._deviations, self._activation)
+        return self._down.linear(inner)
+
+    def record(self, program: Program, x: Rows, *, into: str) -> Rows:
+        """Append to a program what `rows` computes."""
+        both = self._gate_up.record(program, x, None, into="gate and up")
+        inner = program.sparse_gate(both, self._deviations, self._activation, into="inner")
+        return self._down.record(program, inner, None, into=into)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows(x.reshape(-1, x.shape[-1]).contiguous()).view(x.shape)
+
+
 class PlainMlp(nn.Module, HasProducts):
     """An MLP without a gate: down(act(up(x)))."""
 

@@ -1,7 +1,7 @@
 """Rows in several streams, of which a layer computes one: it predicts all of them, and corrects them by its result.
 
 These are alternating updates (https://arxiv.org/abs/2301.13310), as Gemma 3n has them. Its layers hold S streams as
-[S, 1, T, N]; Baton's parts take them side by side, [1, T, S * N].
+[S, 1, T, N]; Baton's parts take them side by side, [1, T, S * N], and in Baton's loop [T, S * N].
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import torch
 from torch import nn
 
 from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts
+from baton.runner.backends.cpu.kernels.buffers import Rows
+from baton.runner.backends.cpu.kernels.programs.program import Program
+from baton.runner.backends.operations import Operations
 from baton.runner.model.fused.rows import FusedNorm
 
 
@@ -26,10 +29,24 @@ def apart(rows: torch.Tensor, num_streams: int) -> torch.Tensor:
     return rows[0].view(rows.shape[1], 1, num_streams, -1).permute(2, 1, 0, 3).contiguous()
 
 
+def stream_of(rows: Rows, num_streams: int, place: int) -> Rows:
+    """One of the streams that recorded rows have side by side."""
+    width = rows.width // num_streams
+    return rows.columns(place * width, (place + 1) * width)
+
+
 class _Coefficients:
     """Numbers that follow from one stream's row: product(tanh(router(norm(row) * factor)))."""
 
-    def __init__(self, norm: FusedNorm, factor: float, router: AdaptableProduct, product: AdaptableProduct) -> None:
+    def __init__(
+        self,
+        operations: Operations,
+        norm: FusedNorm,
+        factor: float,
+        router: AdaptableProduct,
+        product: AdaptableProduct,
+    ) -> None:
+        self._operations = operations
         self._norm = norm
         self._factor = factor
         self._router = router
@@ -38,45 +55,62 @@ class _Coefficients:
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, N], contiguous, to as many numbers a row as the product gives."""
         routed = self._router.linear(self._norm.rows(x) * self._factor)
-        return self._product.linear(torch.tanh(routed.float()).to(x.dtype))
+        return self._product.linear(self._operations.activate(routed, "tanh"))
+
+    def record(self, program: Program, x: Rows) -> Rows:
+        """Append to a program what `of` computes."""
+        normed = self._norm.record(program, x, into="normed stream")
+        scaled = program.scale(normed, self._factor, into=normed)
+        routed = self._router.record(program, scaled, None, into="routed stream")
+        return self._product.record(program, program.activate(routed, "tanh", into="routes"), None, into="coefficients")
 
 
 class StreamPrediction(nn.Module):
     """Adds to each stream a sum of all of them, whose factors follow from the active stream."""
 
-    def __init__(self, coefficients: _Coefficients, num_streams: int, active: int) -> None:
+    def __init__(self, operations: Operations, coefficients: _Coefficients, num_streams: int, active: int) -> None:
         super().__init__()
+        self._operations = operations
         self._coefficients = coefficients
         self._num_streams = num_streams
         self._active = active
 
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, S * N] to [T, S * N]"""
+        factors = self._coefficients.of(x.chunk(self._num_streams, dim=1)[self._active].contiguous())
+        return self._operations.mix_streams(x, factors)
+
+    def record(self, program: Program, x: Rows, *, into: str) -> Rows:
+        """Append to a program what `rows` computes."""
+        factors = self._coefficients.record(program, stream_of(x, self._num_streams, self._active))
+        return program.mix_streams(x, factors, into=into)
+
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """rows [1, T, S * N] to [1, T, S * N]"""
-        streams = rows[0].view(rows.shape[1], self._num_streams, -1)
-        factors = self._coefficients.of(streams[:, self._active].contiguous()).float()
-        factors = factors.view(-1, self._num_streams, self._num_streams)
-        # One after the other in float32: the order of torch's sums may depend on the number of rows.
-        total = streams[:, None, 0].float() * factors[:, :, 0, None]
-        for place in range(1, self._num_streams):
-            total = total + streams[:, None, place].float() * factors[:, :, place, None]
-        return (total.to(rows.dtype) + streams).flatten(1)[None]
+        return self.rows(rows[0].contiguous())[None]
 
 
 class StreamCorrection(nn.Module):
     """Adds to each stream the difference of a layer's result and its prediction, by factors that follow from it."""
 
-    def __init__(self, coefficients: _Coefficients, num_streams: int, active: int) -> None:
+    def __init__(self, operations: Operations, coefficients: _Coefficients, active: int) -> None:
         super().__init__()
+        self._operations = operations
         self._coefficients = coefficients
-        self._num_streams = num_streams
         self._active = active
+
+    def rows(self, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """Predicted rows x [T, S * N] and the layer's result [T, N] to [T, S * N]."""
+        return self._operations.correct_streams(x, result, self._coefficients.of(result), self._active)
+
+    def record(self, program: Program, x: Rows, result: Rows, *, into: str) -> Rows:
+        """Append to a program what `rows` computes."""
+        factors = self._coefficients.record(program, result)
+        return program.correct_streams(x, result, factors, self._active, into=into)
 
     def forward(self, rows: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         """Predicted rows [1, T, S * N] and the layer's result [1, T, N] to [1, T, S * N]."""
-        streams, own = rows[0].view(rows.shape[1], self._num_streams, -1), result[0].contiguous()
-        factors = self._coefficients.of(own) + 1.0
-        difference = own - streams[:, self._active]
-        return (difference[:, None] * factors[:, :, None] + streams).flatten(1)[None]
+        return self.rows(rows[0].contiguous(), result[0].contiguous())[None]
 
 
 class AlternatingUpdates(nn.Module, HasProducts):
@@ -86,7 +120,13 @@ class AlternatingUpdates(nn.Module, HasProducts):
     """
 
     def __init__(
-        self, products: Sequence[AdaptableProduct], norm: FusedNorm, factor: float, scale: torch.Tensor, active: int
+        self,
+        operations: Operations,
+        products: Sequence[AdaptableProduct],
+        norm: FusedNorm,
+        factor: float,
+        scale: torch.Tensor,
+        active: int,
     ) -> None:
         """`products`: the router, and those for predictions and corrections. `factor`: of the norm's rows. `scale` [N]:
         of the corrected active stream. `active`: which stream the layer computes."""
@@ -94,12 +134,11 @@ class AlternatingUpdates(nn.Module, HasProducts):
         self._products = router, of_prediction, of_correction = tuple(products)
         self._num_streams = of_correction.num_inputs
         self._scale = scale.detach().clone()
-        self.prediction = StreamPrediction(
-            _Coefficients(norm, factor, router, of_prediction), self._num_streams, active
+        predicting, correcting = (
+            _Coefficients(operations, norm, factor, router, product) for product in (of_prediction, of_correction)
         )
-        self.correction = StreamCorrection(
-            _Coefficients(norm, factor, router, of_correction), self._num_streams, active
-        )
+        self.prediction = StreamPrediction(operations, predicting, self._num_streams, active)
+        self.correction = StreamCorrection(operations, correcting, active)
 
     @property
     def products(self) -> Sequence[AdaptableProduct]:
@@ -118,5 +157,13 @@ class AlternatingUpdates(nn.Module, HasProducts):
         scaled: torch.Tensor = self(x)
         return scaled
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, N] to [T, N]"""
         return x * self._scale
+
+    def record(self, program: Program, x: Rows, *, into: str) -> Rows:
+        """Append to a program what `rows` computes."""
+        return program.multiply_columns(x, self._scale, into=into)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows(x)

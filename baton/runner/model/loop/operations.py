@@ -18,9 +18,9 @@ from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.model.attention import PagedAttention
-from baton.runner.model.fused.rows import FusedActivation
 from baton.runner.model.layers import PackedLinear
 from baton.runner.model.loop.steps import (
+    ENDING_WITH_ROWS,
     FUSED_NORMS,
     FUSED_PARTS,
     Call,
@@ -100,7 +100,7 @@ class RecordedRows:
         return name
 
     def for_activation(self, number: int) -> str:
-        """The buffer for the rows `number`, which an activation gives."""
+        """The buffer for the rows `number`, which an activation gives, or a part that ends as one does."""
         self._of_activation[number] = name = _unused("activation", self._of_activation)
         return name
 
@@ -178,8 +178,9 @@ class _PartOperation:
         if isinstance(part, FUSED_NORMS):
             name = recorded.for_norm(call.gives)
             rows = part.record(recorded.program, x, into=into or name)
-        elif isinstance(part, FusedActivation):
-            rows = part.record(recorded.program, x, into=recorded.for_activation(call.gives))
+        elif isinstance(part, ENDING_WITH_ROWS):
+            name = recorded.for_activation(call.gives)
+            rows = part.record(recorded.program, *(recorded.rows[number] for number in call.operands), into=name)
         elif isinstance(part, FUSED_PARTS):
             name = recorded.for_product(call.gives, alone=isinstance(part, PackedLinear))
             rows = part.record(recorded.program, *(recorded.rows[number] for number in call.operands), into=name)
@@ -404,7 +405,11 @@ class _ColumnsOperation(_RowsOperation[Columns]):
         return step.rows[self._step.one][:, columns.start : columns.stop].contiguous()
 
     def _recorded(self, recorded: RecordedRows, into: Rows | None) -> Rows:
-        raise KernelArgumentError("one", "has several streams, of which the loop takes one")
+        own, program, one = self._step, recorded.program, recorded.rows[self._step.one]
+        rows = program.scratch(recorded.for_sum(own.gives), len(own.columns), sampled=one.sampled)
+        # A copy, since a sum may take the place of the columns while the rows are still needed.
+        program.copy_columns(one, rows, first=own.columns.start, width=rows.width)
+        return rows
 
 
 class _SumInColumnsOperation(_RowsOperation[SumInColumns]):
@@ -415,7 +420,15 @@ class _SumInColumnsOperation(_RowsOperation[SumInColumns]):
         return added_in(one, other, self._step.columns)
 
     def _recorded(self, recorded: RecordedRows, into: Rows | None) -> Rows:
-        raise KernelArgumentError("one", "has several streams, and others are added to some of them")
+        own, program = self._step, recorded.program
+        rows, other = (recorded.rows[number] for number in own.operands)
+        if own.one in self._drops and not recorded.is_of_product(own.one):
+            recorded.replace(own.one, own.gives)
+        else:
+            one, rows = rows, program.scratch(recorded.for_sum(own.gives), rows.width, sampled=rows.sampled)
+            program.copy_columns(one, rows, width=one.width)
+        program.add_to_columns(rows, other, own.columns)
+        return rows
 
 
 _OF_ROWS: Mapping[type[Step], Any] = {

@@ -16,15 +16,24 @@ from baton.runner.adapters.adaptable import AdaptableProduct
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.model.attention import PagedAttention
-from baton.runner.model.fused.low_rank import TermedMlp
-from baton.runner.model.fused.rows import FusedActivation, FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp
-from baton.runner.model.fused.streams import AlternatingUpdates
+from baton.runner.model.fused.low_rank import LowRankResidual, TermedMlp
+from baton.runner.model.fused.rows import FusedActivation, FusedLayerNorm, FusedMlp, FusedNorm, PlainMlp, SparseMlp
+from baton.runner.model.fused.streams import AlternatingUpdates, StreamCorrection, StreamPrediction
 from baton.runner.model.layers import PackedLinear
+from baton.runner.model.loop.stream_ends import MergedStreams, SpreadStreams
 from baton.runner.model.mixtures.fused import FusedMixture
 from baton.runner.model.mixtures.router import RoutedExperts
 
 FUSED_NORMS = (FusedNorm, FusedLayerNorm)
-FUSED_PARTS = (FusedMlp, TermedMlp, PlainMlp, FusedMixture, RoutedExperts, PackedLinear, FusedActivation)
+ENDING_WITH_ROWS = (
+    *(FusedActivation, LowRankResidual, AlternatingUpdates, StreamPrediction, StreamCorrection),
+    *(SpreadStreams, MergedStreams),
+)
+"""Parts that compute each row alone, by Baton's operations, of which the last is neither a norm nor a product."""
+FUSED_PARTS = (
+    *(FusedMlp, SparseMlp, TermedMlp, PlainMlp, FusedMixture, RoutedExperts, PackedLinear),
+    *ENDING_WITH_ROWS,
+)
 """Parts that aren't norms and compute each row alone, by Baton's operations."""
 
 

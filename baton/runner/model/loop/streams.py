@@ -7,56 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from baton.runner.backends.operations import Operations
+from baton.runner.backends.torch_states import nearest_root
 from baton.runner.model.layers import PackedLinear
 from baton.runner.model.loop.seen import equal
 from baton.runner.model.loop.steps import Call, Columns, Step, SumInColumns
-
-_LEAST = 1e-5
-"""What the mean square of a stream is at least, by whose root it is divided."""
-
-
-class SpreadStreams(nn.Module):
-    """The rows of the embedding, and beside them products with them, as large as they are."""
-
-    def __init__(self, products: Sequence[PackedLinear]) -> None:
-        super().__init__()
-        self._products = products  # no modules of this part: the model has them
-        self.num_inputs = products[0].in_features
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [1, T, N] to [1, T, S * N]"""
-        size = _size(x)
-        return torch.cat([x, *(_resized(by(x), size) for by in self._products)], dim=-1)
-
-
-class MergedStreams(nn.Module):
-    """The mean of the first stream and of products with the others, as large as the first one."""
-
-    def __init__(self, products: Sequence[PackedLinear]) -> None:
-        super().__init__()
-        self._products = products
-        self.num_inputs = (1 + len(products)) * products[0].in_features
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows [1, T, S * N] to [1, T, N]"""
-        first, *others = rows.chunk(1 + len(self._products), dim=-1)
-        size = _size(first)
-        pairs = zip(self._products, others, strict=True)
-        return torch.stack([first, *(_resized(by(other), size) for by, other in pairs)]).mean(dim=0)
-
-
-def _size(x: torch.Tensor) -> torch.Tensor:
-    mean: torch.Tensor = torch.mean(x**2, dim=-1, keepdim=True) ** 0.5
-    return mean
-
-
-def _resized(x: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-    return x * size / torch.sqrt(torch.mean(x**2, dim=-1, keepdim=True).clamp(min=_LEAST))
-
+from baton.runner.model.loop.stream_ends import MergedStreams, SpreadStreams
 
 PartAround = SpreadStreams | MergedStreams
 
@@ -66,7 +28,39 @@ def parts_around(base: nn.Module) -> tuple[PartAround, ...]:
     spread, merged = (getattr(base, name, None) for name in ("altup_projections", "altup_unembed_projections"))
     if not isinstance(spread, nn.ModuleList) or not isinstance(merged, nn.ModuleList):
         return ()
+    if not all(isinstance(part, PackedLinear) for part in (*spread, *merged)):
+        return ()
     return SpreadStreams([*spread]), MergedStreams([*merged])
+
+
+_POWERS = frozenset({torch.pow, torch.Tensor.pow, torch.Tensor.__pow__})
+
+
+class RowSizes(TorchFunctionMode):
+    """While active, means of rows are those of Baton's operations, and square roots are the nearest numbers.
+
+    torch adds in another order, and its roots are one unit in the last place away in a sixth of all cases.
+    """
+
+    def __init__(self, operations: Operations) -> None:
+        super().__init__()
+        self._operations = operations
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.mean and len(args) == 1 and kwargs == {"dim": -1, "keepdim": True}:
+            means = self._operations.row_means(args[0].reshape(-1, args[0].shape[-1]).contiguous())
+            return means.view(*args[0].shape[:-1], 1)
+        is_root = func in _POWERS and len(args) == 2 and isinstance(args[1], float) and args[1] == 0.5
+        if is_root or (func is torch.sqrt and not kwargs):
+            return nearest_root(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def sizes_of(module: nn.Module, operations: Operations) -> RowSizes | None:
+    """What is to be active while a model is called that measures its streams; None: it has none."""
+    return RowSizes(operations) if any(parts_around(part) for part in module.modules()) else None
 
 
 def step_in_streams(

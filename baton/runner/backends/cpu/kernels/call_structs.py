@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import re
 from enum import IntEnum
 
 from baton.runner.backends.cpu.kernel_file import KernelsUnavailable
@@ -184,7 +185,44 @@ class MixtureCall(ctypes.Structure):
 
 
 class AddCall(ctypes.Structure):
-    _fields_ = [*_fields(_POINTER, "one other out"), *_fields(_SIZE, "rows columns rows_per_task"), ("factor", _FLOAT)]
+    _fields_ = [
+        *_fields(_POINTER, "one other out"),
+        *_fields(_SIZE, "rows columns width one_stride other_stride out_stride rows_per_task"),
+        ("factor", _FLOAT),
+    ]
+
+
+class StreamsKind(IntEnum):
+    """`enum streams_kind` of csrc/kernels.h."""
+
+    MIXED = 0
+    CORRECTED = 1
+    AVERAGED = 2
+
+
+class StreamsCall(ctypes.Structure):
+    _fields_ = [
+        *_fields(_POINTER, "x factors result out"),
+        *_fields(_SIZE, "rows streams columns active x_stride factors_stride result_stride rows_per_task"),
+        ("kind", _INT),
+    ]
+
+
+class ResizeCall(ctypes.Structure):
+    _fields_ = [
+        *_fields(_POINTER, "x like out"),
+        *_fields(_SIZE, "rows columns x_stride like_stride out_stride rows_per_task"),
+        ("least", _FLOAT),
+    ]
+
+
+class SparseGateCall(ctypes.Structure):
+    _fields_ = [
+        *_fields(_POINTER, "x out"),
+        *_fields(_SIZE, "rows columns x_stride rows_per_task"),
+        ("activation", _INT),
+        ("deviations", _FLOAT),
+    ]
 
 
 class RotateCall(ctypes.Structure):
@@ -262,7 +300,7 @@ class TakeRowsCall(ctypes.Structure):
 class CopyCall(ctypes.Structure):
     _fields_ = [
         *_fields(_POINTER, "x out"),
-        *_fields(_INT64, "rows pieces piece_bytes x_stride x_apart out_stride out_apart"),
+        *_fields(_INT64, "rows pieces piece_bytes x_stride x_apart out_stride out_apart zero_bytes"),
     ]
 
 
@@ -300,28 +338,21 @@ class OperationKind(IntEnum):
     COPY = 16
     HEADS = 17
     SELECT = 18
+    STREAMS = 19
+    RESIZE = 20
+    SPARSE_GATE = 21
 
 
 OPERATION_NAMES = {
-    OperationKind.LINEAR: "linear",
+    **{kind: kind.name.lower() for kind in OperationKind},
     OperationKind.NORM: "rms_norm",
-    OperationKind.ROTATE: "rotate",
-    OperationKind.STORE_KV: "store_kv",
     OperationKind.ATTENTION: "paged_attention",
-    OperationKind.TAKE_ROWS: "take_rows",
     OperationKind.QUANTIZE: "linear",
-    OperationKind.BARRIER: "barrier",
-    OperationKind.CONVOLVE: "convolve",
-    OperationKind.RECUR: "recur",
-    OperationKind.GATE: "gate",
-    OperationKind.MULTIPLY: "multiply",
-    OperationKind.ROUTE: "route",
     OperationKind.MIXTURE: "mix_experts",
-    OperationKind.ACTIVATE: "activate",
-    OperationKind.ADD: "add",
     OperationKind.COPY: "copy_columns",
     OperationKind.HEADS: "linear_of_heads",
     OperationKind.SELECT: "select_keys",
+    OperationKind.STREAMS: "mix_streams",
 }
 """The method of `Program` by which an operation is recorded."""
 
@@ -355,6 +386,9 @@ class Call(ctypes.Union):
         ("add", AddCall),
         ("copy", CopyCall),
         ("heads", HeadsCall),
+        ("streams", StreamsCall),
+        ("resize", ResizeCall),
+        ("sparse_gate", SparseGateCall),
     ]
 
 
@@ -390,39 +424,22 @@ class _LayoutEntry(ctypes.Structure):
     _fields_ = [("structure", ctypes.c_char_p), ("field", ctypes.c_char_p), ("offset", _SIZE), ("size", _SIZE)]
 
 
+def _c_name(structure: type) -> str:
+    """The name of a structure in C: linear_call of LinearCall, and recurrence_call of KernelRecurrenceCall."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", structure.__name__.removeprefix("Kernel")).lower()
+
+
 _STRUCTURES: dict[str, type[ctypes.Structure | ctypes.Union]] = {
-    "linear_call": LinearCall,
-    "adapter_panel": AdapterPanel,
-    "adapter_weights": AdapterWeights,
-    "adapter_rows": AdapterRows,
-    "quantized_format": QuantizedFormat,
-    "quantized_parts": QuantizedParts,
-    "quantize_call": QuantizeCall,
-    "norm_call": NormCall,
-    "gate_call": GateCall,
-    "multiply_call": MultiplyCall,
-    "route_call": RouteCall,
-    "sum_call": SumCall,
-    "clamp_call": ClampCall,
-    "mixture_call": MixtureCall,
-    "activate_call": ActivateCall,
-    "add_call": AddCall,
-    "rotate_call": RotateCall,
-    "store_call": StoreCall,
-    "attention_call": KernelAttentionCall,
-    "selection_call": KernelSelectionCall,
-    "states": States,
-    "convolution_call": KernelConvolutionCall,
-    "recurrence_call": KernelRecurrenceCall,
-    "take_rows_call": TakeRowsCall,
-    "copy_call": CopyCall,
-    "heads_call": HeadsCall,
-    "barrier_call": BarrierCall,
-    "call": Call,
-    "place": Place,
-    "operation": Operation,
-    "step_group": StepGroup,
-    "step": Step,
+    _c_name(structure): structure
+    for structure in (
+        *(LinearCall, AdapterPanel, AdapterWeights, AdapterRows, QuantizedFormat),
+        *(QuantizedParts, QuantizeCall, NormCall, GateCall, MultiplyCall),
+        *(RouteCall, SumCall, ClampCall, MixtureCall, ActivateCall),
+        *(AddCall, StreamsCall, ResizeCall, SparseGateCall, RotateCall),
+        *(StoreCall, KernelAttentionCall, KernelSelectionCall, States, KernelConvolutionCall),
+        *(KernelRecurrenceCall, TakeRowsCall, CopyCall, HeadsCall, BarrierCall),
+        *(Call, Place, Operation, StepGroup, Step),
+    )
 }
 
 _ENUMS: dict[str, type[IntEnum]] = {
@@ -431,6 +448,7 @@ _ENUMS: dict[str, type[IntEnum]] = {
     "multiplier": Multiplier,
     "gate_function": GateKind,
     "routing_scores": RoutingScores,
+    "streams_kind": StreamsKind,
     "number": Number,
 }
 

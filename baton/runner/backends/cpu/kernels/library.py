@@ -60,6 +60,9 @@ class Library:
     clamped_gate: Callable[..., int]
     mixture: Callable[..., int]
     activate: Callable[..., int]
+    streams: Callable[..., int]
+    resize: Callable[..., int]
+    sparse_gate: Callable[..., int]
     norm: Callable[..., int]
     take_rows: Callable[..., int]
     rotate: Callable[..., int]
@@ -114,7 +117,8 @@ def library() -> Library:
     functions.baton_attention.argtypes = [integer, integer, pointer, integer]
     functions.baton_store_kv.argtypes = [pointer]
     of_calls = ("select_keys", "convolve", "recur", "gate", "norm", "multiply", "activate")
-    for name in (*of_calls, "route", "sum_experts", "clamped_gate", "mixture"):
+    of_rows = ("route", "sum_experts", "clamped_gate", "mixture", "streams", "resize", "sparse_gate")
+    for name in (*of_calls, *of_rows):
         getattr(functions, f"baton_{name}").argtypes = [integer, integer, pointer, integer]
     functions.baton_take_rows.argtypes = [integer, integer, pointer, pointer, pointer, size, size, size, integer]
     functions.baton_rotate.argtypes = [integer, integer] + [pointer] * 3 + [size] * 6 + [integer] * 3
@@ -150,6 +154,9 @@ def library() -> Library:
         clamped_gate=functions.baton_clamped_gate,
         mixture=functions.baton_mixture,
         activate=functions.baton_activate,
+        streams=functions.baton_streams,
+        resize=functions.baton_resize,
+        sparse_gate=functions.baton_sparse_gate,
         norm=functions.baton_norm,
         take_rows=functions.baton_take_rows,
         rotate=functions.baton_rotate,

@@ -29,6 +29,7 @@ CLAMP = 6
 SCALE = 7
 DIVIDE = 8
 XIELU = 9
+TANH = 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Kernels that treat each row alone: norms, gates, products, activations and rotary position embeddings."""
+"""Kernels that treat each row alone: norms, gates, products, activations, streams and rotary position embeddings."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ from baton.runner.backends.cpu.kernels.call_structs import (
     Multiplier,
     MultiplyCall,
     NormCall,
+    ResizeCall,
+    SparseGateCall,
+    StreamsCall,
+    StreamsKind,
 )
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
-from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, XIELU, Activation
+from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, TANH, XIELU, Activation
 
 GateFunction = Literal["softplus", "sigmoid"]
 GateActivation = Literal["silu", "sigmoid"]
@@ -46,7 +50,7 @@ class Xielu:
         return torch.where(x > 0, self.positive * x * x, self.negative * bent) + self.linear * x
 
 
-RowActivation = Activation | Xielu
+RowActivation = Activation | Xielu | Literal["tanh"]
 """An activation of rows that no product gates."""
 
 
@@ -305,7 +309,137 @@ def activate_structure(n: int, x_stride: int, activation: RowActivation) -> Acti
     """The kernel's arguments for rows of n columns, without those of a step."""
     if isinstance(activation, Xielu):
         return ActivateCall(columns=n, x_stride=x_stride, activation=XIELU, **asdict(activation))
-    return ActivateCall(columns=n, x_stride=x_stride, activation=ACTIVATIONS[activation])
+    return ActivateCall(columns=n, x_stride=x_stride, activation={**ACTIVATIONS, "tanh": TANH}[activation])
+
+
+def mix_streams(x: torch.Tensor, factors: torch.Tensor, *, threads: int) -> torch.Tensor:
+    """Each stream of x [rows, streams * n] plus a sum of all of them, by factors [rows, streams^2]: of x's shape.
+
+    A stream has `streams` factors. The sum is added up in float32, one stream after the other, and rounded, and then
+    the streams are. Each row of all arguments is contiguous. Raises KernelArgumentError for tensors that don't fit.
+    """
+    streams = math.isqrt(factors.shape[-1])
+    call = streams_structure(StreamsKind.MIXED, x.shape[-1], streams, streams * streams)
+    return _of_streams(call, x, factors, None, x.shape[-1], threads)
+
+
+def correct_streams(
+    x: torch.Tensor, result: torch.Tensor, factors: torch.Tensor, active: int, *, threads: int
+) -> torch.Tensor:
+    """Each stream of x [rows, streams * n] plus (result - the active one) * (factor + 1): of x's shape.
+
+    `result`: [rows, n]; `factors`: [rows, streams]; `active`: its stream's place. Each step is rounded. Each row of all
+    arguments is contiguous. Raises KernelArgumentError for tensors that don't fit.
+    """
+    streams = factors.shape[-1]
+    call = streams_structure(StreamsKind.CORRECTED, x.shape[-1], streams, streams, active)
+    return _of_streams(call, x, factors, result, x.shape[-1], threads)
+
+
+def mean_of_streams(x: torch.Tensor, streams: int, *, threads: int) -> torch.Tensor:
+    """The mean of the streams of x [rows, streams * n], added up in float32 one after the other: [rows, n].
+
+    Each row of x is contiguous. Raises KernelArgumentError for tensors that don't fit.
+    """
+    call = streams_structure(StreamsKind.AVERAGED, x.shape[-1], streams, 0)
+    return _of_streams(call, x, None, None, call.columns, threads)
+
+
+def streams_structure(kind: StreamsKind, width: int, streams: int, num_factors: int, active: int = 0) -> StreamsCall:
+    """The kernel's arguments for rows of `width` columns, without those of a step, and their strides."""
+    expected = {StreamsKind.MIXED: streams * streams, StreamsKind.CORRECTED: streams, StreamsKind.AVERAGED: 0}[kind]
+    if streams < 1 or width % streams or num_factors != expected or not 0 <= active < streams:
+        raise KernelArgumentError("factors", f"of {num_factors} columns are not those of streams in rows of {width}")
+    return StreamsCall(kind=kind, streams=streams, columns=width // streams, active=active)
+
+
+def _of_streams(
+    call: StreamsCall,
+    x: torch.Tensor,
+    factors: torch.Tensor | None,
+    result: torch.Tensor | None,
+    width: int,
+    threads: int,
+) -> torch.Tensor:
+    """What the kernel computes, rows of a width."""
+    _require_rows(x, "x")
+    for name, of_rows, columns in (("factors", factors, None), ("result", result, call.columns)):
+        if of_rows is None:
+            continue
+        _require_rows(of_rows, name)
+        if of_rows.shape[0] != x.shape[0] or of_rows.dtype != x.dtype or columns not in (None, of_rows.shape[1]):
+            raise KernelArgumentError(name, f"must be as many rows as x has, in {x.dtype}")
+    out = x.new_empty(x.shape[0], width)
+    call.x, call.out, call.rows, call.x_stride = x.data_ptr(), out.data_ptr(), x.shape[0], x.stride(0)
+    if factors is not None:
+        call.factors, call.factors_stride = factors.data_ptr(), factors.stride(0)
+    if result is not None:
+        call.result, call.result_stride = result.data_ptr(), result.stride(0)
+    lib = library()
+    check_status(lib.streams(lib.isa, DTYPES[x.dtype], ctypes.byref(call), threads))
+    return out
+
+
+def row_means(x: torch.Tensor, *, threads: int) -> torch.Tensor:
+    """The mean of each row of x [rows, n], added up in float32 and rounded once: [rows, 1].
+
+    Each row is contiguous. Raises KernelArgumentError for a tensor that doesn't fit.
+    """
+    return _resized(ResizeCall(), x, None, 1, threads)
+
+
+def resize(x: torch.Tensor, like: torch.Tensor, least: float, *, threads: int) -> torch.Tensor:
+    """x * size(like) / size(x) of x and like [rows, n]: contiguous. A row's size is the root of its mean square.
+
+    `least`: what the mean square of x is at least. Each step is rounded; means are those of `row_means`. Each row of
+    both is contiguous. Raises KernelArgumentError for tensors that don't fit.
+    """
+    _require_rows(like, "like")
+    if like.shape != x.shape or like.dtype != x.dtype:
+        raise KernelArgumentError("like", f"must be {tuple(x.shape)} {x.dtype}")
+    return _resized(ResizeCall(least=in_dtype(least, x.dtype)), x, like, x.shape[1], threads)
+
+
+def in_dtype(number: float, dtype: torch.dtype) -> float:
+    """A number, rounded to a dtype."""
+    return float(torch.tensor(number, dtype=dtype))
+
+
+def _resized(call: ResizeCall, x: torch.Tensor, like: torch.Tensor | None, width: int, threads: int) -> torch.Tensor:
+    """What the kernel computes, rows of a width."""
+    _require_rows(x, "x")
+    out = x.new_empty(x.shape[0], width)
+    call.x, call.out, call.rows, call.columns = x.data_ptr(), out.data_ptr(), *x.shape
+    call.x_stride, call.out_stride = x.stride(0), width
+    if like is not None:
+        call.like, call.like_stride = like.data_ptr(), like.stride(0)
+    lib = library()
+    check_status(lib.resize(lib.isa, DTYPES[x.dtype], ctypes.byref(call), threads))
+    return out
+
+
+def sparse_gate(x: torch.Tensor, deviations: float, activation: Activation, *, threads: int) -> torch.Tensor:
+    """activation(max(0, g - cutoff)) * u of x [rows, 2 n], each row g and then u: [rows, n].
+
+    The cutoff is the mean of the row's g plus `deviations` times their standard deviation. Computed in float32 and
+    rounded once. Each row is contiguous. Raises KernelArgumentError for a tensor that doesn't fit.
+    """
+    _require_rows(x, "x")
+    call = sparse_gate_structure(x.shape[1], x.stride(0), deviations, activation)
+    out = x.new_empty(x.shape[0], call.columns)
+    call.x, call.out, call.rows = x.data_ptr(), out.data_ptr(), x.shape[0]
+    lib = library()
+    check_status(lib.sparse_gate(lib.isa, DTYPES[x.dtype], ctypes.byref(call), threads))
+    return out
+
+
+def sparse_gate_structure(width: int, x_stride: int, deviations: float, activation: Activation) -> SparseGateCall:
+    """The kernel's arguments for rows of `width` columns, without those of a step."""
+    if width % 2:
+        raise KernelArgumentError("x", f"has {width} columns, no two halves")
+    return SparseGateCall(
+        columns=width // 2, x_stride=x_stride, deviations=deviations, activation=ACTIVATIONS[activation]
+    )
 
 
 def _require_rows(x: torch.Tensor, name: str) -> None:

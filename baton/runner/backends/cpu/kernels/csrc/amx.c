@@ -24,6 +24,7 @@
 #define TALL_CASES(F) F(1) F(2) F(3) F(4) F(5) F(6) F(7) F(8) F(9) F(10) F(11) F(12)
 #include "functions.inc.h"
 #include "rows.inc.h"
+#include "streams.inc.h"
 #include "mixture.inc.h"
 #include "states.inc.h"
 #include "product_float32.inc.h"
@@ -315,6 +316,7 @@ const struct isa isa_amx_bf16 = {
     {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, {shrink_float32, shrink_bfloat16},
     {convolve_float32, convolve_bfloat16}, {recur_float32, recur_bfloat16}, {gate_float32, gate_bfloat16}, {multiply_float32, multiply_bfloat16},
     {route_float32, route_bfloat16}, {sum_experts_float32, sum_experts_bfloat16}, {clamped_gate_float32, clamped_gate_bfloat16},
-    {activate_float32, activate_bfloat16}, {add_float32, add_bfloat16}, STEP_PAIRS, BLOCK_ROWS, 512, 1,
+    {activate_float32, activate_bfloat16}, {add_float32, add_bfloat16}, {streams_float32, streams_bfloat16},
+    {resize_float32, resize_bfloat16}, {sparse_gate_float32, sparse_gate_bfloat16}, STEP_PAIRS, BLOCK_ROWS, 512, 1,
     &quantized_amx_int8};
 #endif

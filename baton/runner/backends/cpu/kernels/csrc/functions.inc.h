@@ -54,6 +54,15 @@ LONG_FUNCTION v16 v_softcap(v16 x, float cap) {
     return v_mul(tanh, v_set1(cap));
 }
 
+/* tanh(x). Of a small x the polynomial gives e^2x - 1 without taking nearly equal numbers from one another. */
+LONG_FUNCTION v16 v_tanh(v16 x) {
+    const v16 y = v_max(v_set1(-20.0f), v_min(v_set1(20.0f), x)), twice = v_add(y, y); /* NaN passes */
+    const v16 far = v_sub(v_set1(1.0f), v_div(v_set1(2.0f), v_add(v_exp(twice), v_set1(1.0f))));
+    const v16 less_1 = v_fma(v_exp_polynomial(twice), v_mul(twice, twice), twice);
+    const v16 small = v_div(less_1, v_add(less_1, v_set1(2.0f)));
+    return v_where_less(v_max(twice, v_sub(v_zero(), twice)), v_set1(0.34f), small, far);
+}
+
 /* x / (1 + e^-y). The bound is the first argument of v_min, so that NaN passes: the vectors return the second one for NaN. */
 LONG_FUNCTION v16 v_times_sigmoid(v16 x, v16 y) {
     v16 e = v_exp(v_min(v_set1(88.0f), v_sub(v_zero(), y)));

@@ -202,6 +202,27 @@ struct work add_work(struct add_call *call, const struct isa *isa, enum dtype dt
     return work;
 }
 
+struct work streams_work(struct streams_call *call, const struct isa *isa, enum dtype dtype) {
+    struct work work = {.function = isa->streams[dtype], .job = call};
+    call->rows_per_task = worthwhile(call->streams * call->columns);
+    work.n_tasks = (call->rows + call->rows_per_task - 1) / call->rows_per_task;
+    return work;
+}
+
+struct work resize_work(struct resize_call *call, const struct isa *isa, enum dtype dtype) {
+    struct work work = {.function = isa->resize[dtype], .job = call};
+    call->rows_per_task = worthwhile(call->columns);
+    work.n_tasks = (call->rows + call->rows_per_task - 1) / call->rows_per_task;
+    return work;
+}
+
+struct work sparse_gate_work(struct sparse_gate_call *call, const struct isa *isa, enum dtype dtype) {
+    struct work work = {.function = isa->sparse_gate[dtype], .job = call};
+    call->rows_per_task = worthwhile(call->columns);
+    work.n_tasks = (call->rows + call->rows_per_task - 1) / call->rows_per_task;
+    return work;
+}
+
 /* Cut into tasks of so many ranks as adapters.inc.h computes together. */
 enum { SHRINK_RANKS = 8 };
 
@@ -345,5 +366,20 @@ int baton_multiply(int isa, int dtype, struct multiply_call *call, int n_threads
 
 int baton_activate(int isa, int dtype, struct activate_call *call, int n_threads) {
     struct work work = activate_work(call, isas[isa], (enum dtype)dtype);
+    return run_works(&work, 1, n_threads, NULL);
+}
+
+int baton_streams(int isa, int dtype, struct streams_call *call, int n_threads) {
+    struct work work = streams_work(call, isas[isa], (enum dtype)dtype);
+    return run_works(&work, 1, n_threads, NULL);
+}
+
+int baton_resize(int isa, int dtype, struct resize_call *call, int n_threads) {
+    struct work work = resize_work(call, isas[isa], (enum dtype)dtype);
+    return run_works(&work, 1, n_threads, NULL);
+}
+
+int baton_sparse_gate(int isa, int dtype, struct sparse_gate_call *call, int n_threads) {
+    struct work work = sparse_gate_work(call, isas[isa], (enum dtype)dtype);
     return run_works(&work, 1, n_threads, NULL);
 }

@@ -38,6 +38,7 @@ enum activation {
     ACTIVATION_SCALE = 7,
     ACTIVATION_DIVIDE = 8,
     ACTIVATION_XIELU = 9,
+    ACTIVATION_TANH = 10,
 };
 /* library.py has the error message for each status. */
 enum status {
@@ -175,7 +176,7 @@ enum multiplier { MULTIPLIER_PLAIN, MULTIPLIER_SIGMOID, MULTIPLIER_SOFTPLUS };
 /* x * multiplier(by), rounded once. */
 struct multiply_call {
     const void *x;  /* [rows, columns]; x_stride, by_stride: elements from row to row */
-    const void *by; /* [rows, columns / width]: one number for `width` columns of x, which follow each other */
+    const void *by; /* [rows, columns / width]: one number for `width` columns of x, which follow each other; stride 0: one row for all */
     void *out;      /* contiguous */
     size_t rows, columns, width, x_stride, by_stride, rows_per_task;
     int multiplier; /* enum multiplier */
@@ -252,10 +253,40 @@ struct mixture_call {
 
 /* one + other * factor; the product is rounded, and then the sum. */
 struct add_call {
-    const void *one, *other; /* [rows, columns], contiguous, as out, which may be one of them */
-    void *out;
-    size_t rows, columns, rows_per_task;
+    const void *one;   /* [rows, columns]; strides: elements from row to row */
+    const void *other; /* [rows, width], which is added to each `width` columns of one */
+    void *out;         /* [rows, columns], which may be one of them */
+    size_t rows, columns, width, one_stride, other_stride, out_stride, rows_per_task;
     float factor;
+};
+
+/* What is computed of rows in several streams, which are side by side (streams.inc.h). */
+enum streams_kind { STREAMS_MIXED, STREAMS_CORRECTED, STREAMS_AVERAGED };
+struct streams_call {
+    const void *x;       /* [rows, streams * columns]; strides: elements from row to row */
+    const void *factors; /* of STREAMS_MIXED [rows, streams, streams], of STREAMS_CORRECTED [rows, streams] */
+    const void *result;  /* of STREAMS_CORRECTED: [rows, columns], what there is in place of the active stream */
+    void *out;           /* contiguous: [rows, streams * columns], of STREAMS_AVERAGED [rows, columns] */
+    size_t rows, streams, columns, active, x_stride, factors_stride, result_stride, rows_per_task;
+    int kind; /* enum streams_kind */
+};
+
+/* x * size(like) / size(x), each step rounded, where the size of a row is the root of its mean square. */
+struct resize_call {
+    const void *x, *like; /* [rows, columns]; strides: elements from row to row. like NULL: out has the mean of each row, [rows, 1] */
+    void *out;            /* [rows, columns] */
+    size_t rows, columns, x_stride, like_stride, out_stride, rows_per_task;
+    float least; /* what the mean square of x is at least */
+};
+
+/* activation(max(0, g - cutoff)) * u, rounded once, of rows with g beside u. The cutoff is the mean of a row's g plus a multiple of their
+ * standard deviation. */
+struct sparse_gate_call {
+    const void *x; /* [rows, 2 * columns]; x_stride: elements from row to row */
+    void *out;     /* [rows, columns], contiguous */
+    size_t rows, columns, x_stride, rows_per_task;
+    int activation; /* enum activation, up to ACTIVATION_RELU_SQUARED */
+    float deviations;
 };
 
 struct rotate_call {
@@ -494,6 +525,9 @@ struct isa {
     task_function clamped_gate[2];
     task_function activate[2];
     task_function add[2];
+    task_function streams[2];
+    task_function resize[2];
+    task_function sparse_gate[2];
     size_t step_pairs;   /* pairs of k in a step of packed bfloat16 weights */
     size_t linear_rows;  /* rows of x that a vector kernel has in scratch at a time */
     size_t rows_of_sums; /* the most rows of a bfloat16 task, which has the sums of all its rows in scratch */
@@ -576,6 +610,9 @@ void free_mixture_plan(struct mixture_job *job);
 size_t mixture_works(struct mixture_job *job, struct work works[MIXTURE_WORKS]);
 struct work activate_work(struct activate_call *call, const struct isa *isa, enum dtype dtype);
 struct work add_work(struct add_call *call, const struct isa *isa, enum dtype dtype);
+struct work streams_work(struct streams_call *call, const struct isa *isa, enum dtype dtype);
+struct work resize_work(struct resize_call *call, const struct isa *isa, enum dtype dtype);
+struct work sparse_gate_work(struct sparse_gate_call *call, const struct isa *isa, enum dtype dtype);
 struct work rotate_work(struct rotate_call *call, const struct isa *isa, enum dtype dtype);
 struct work store_work(struct store_call *call);
 /* Appends one work or, where requests share tiles, two; returns how many. */

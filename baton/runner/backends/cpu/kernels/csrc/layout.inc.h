@@ -67,7 +67,24 @@ static const struct layout_entry layout[] = {
 
     WHOLE(struct add_call, "add_call"),
     FIELD(add_call, one), FIELD(add_call, other), FIELD(add_call, out), FIELD(add_call, rows), FIELD(add_call, columns),
+    FIELD(add_call, width), FIELD(add_call, one_stride), FIELD(add_call, other_stride), FIELD(add_call, out_stride),
     FIELD(add_call, rows_per_task), FIELD(add_call, factor),
+
+    WHOLE(struct streams_call, "streams_call"),
+    FIELD(streams_call, x), FIELD(streams_call, factors), FIELD(streams_call, result), FIELD(streams_call, out),
+    FIELD(streams_call, rows), FIELD(streams_call, streams), FIELD(streams_call, columns), FIELD(streams_call, active),
+    FIELD(streams_call, x_stride), FIELD(streams_call, factors_stride), FIELD(streams_call, result_stride),
+    FIELD(streams_call, rows_per_task), FIELD(streams_call, kind),
+
+    WHOLE(struct resize_call, "resize_call"),
+    FIELD(resize_call, x), FIELD(resize_call, like), FIELD(resize_call, out), FIELD(resize_call, rows),
+    FIELD(resize_call, columns), FIELD(resize_call, x_stride), FIELD(resize_call, like_stride),
+    FIELD(resize_call, out_stride), FIELD(resize_call, rows_per_task), FIELD(resize_call, least),
+
+    WHOLE(struct sparse_gate_call, "sparse_gate_call"),
+    FIELD(sparse_gate_call, x), FIELD(sparse_gate_call, out), FIELD(sparse_gate_call, rows),
+    FIELD(sparse_gate_call, columns), FIELD(sparse_gate_call, x_stride), FIELD(sparse_gate_call, rows_per_task),
+    FIELD(sparse_gate_call, activation), FIELD(sparse_gate_call, deviations),
 
     WHOLE(struct route_call, "route_call"),
     FIELD(route_call, logits), FIELD(route_call, choice_bias), FIELD(route_call, expert_factors),
@@ -154,6 +171,7 @@ static const struct layout_entry layout[] = {
     WHOLE(struct copy_call, "copy_call"),
     FIELD(copy_call, x), FIELD(copy_call, out), FIELD(copy_call, rows), FIELD(copy_call, pieces), FIELD(copy_call, piece_bytes),
     FIELD(copy_call, x_stride), FIELD(copy_call, x_apart), FIELD(copy_call, out_stride), FIELD(copy_call, out_apart),
+    FIELD(copy_call, zero_bytes),
 
     WHOLE(struct heads_call, "heads_call"),
     FIELD(heads_call, linear), FIELD(heads_call, heads), FIELD(heads_call, tasks_of_head), FIELD(heads_call, x_apart),
@@ -200,6 +218,11 @@ static const struct layout_entry layout[] = {
     VALUE("routing_scores", "SOFTMAX_OF_NEAR", SCORES_SOFTMAX_OF_NEAR),
     VALUE("operation_kind", "ACTIVATE", OP_ACTIVATE), VALUE("operation_kind", "ADD", OP_ADD),
     VALUE("operation_kind", "COPY", OP_COPY), VALUE("operation_kind", "HEADS", OP_HEADS), VALUE("operation_kind", "SELECT", OP_SELECT),
+    VALUE("operation_kind", "STREAMS", OP_STREAMS), VALUE("operation_kind", "RESIZE", OP_RESIZE),
+    VALUE("operation_kind", "SPARSE_GATE", OP_SPARSE_GATE),
+
+    VALUE("streams_kind", "MIXED", STREAMS_MIXED), VALUE("streams_kind", "CORRECTED", STREAMS_CORRECTED),
+    VALUE("streams_kind", "AVERAGED", STREAMS_AVERAGED),
 
     VALUE("multiplier", "PLAIN", MULTIPLIER_PLAIN), VALUE("multiplier", "SIGMOID", MULTIPLIER_SIGMOID),
     VALUE("multiplier", "SOFTPLUS", MULTIPLIER_SOFTPLUS),

@@ -11,6 +11,7 @@
 #define TALL_CASES(F) F(1) F(2) F(3) F(4)
 #include "functions.inc.h"
 #include "rows.inc.h"
+#include "streams.inc.h"
 #include "mixture.inc.h"
 #include "states.inc.h"
 #include "product_float32.inc.h"
@@ -30,7 +31,8 @@ const struct isa isa_portable = {
     {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, {shrink_float32, shrink_bfloat16},
     {convolve_float32, convolve_bfloat16}, {recur_float32, recur_bfloat16}, {gate_float32, gate_bfloat16}, {multiply_float32, multiply_bfloat16},
     {route_float32, route_bfloat16}, {sum_experts_float32, sum_experts_bfloat16}, {clamped_gate_float32, clamped_gate_bfloat16},
-    {activate_float32, activate_bfloat16}, {add_float32, add_bfloat16}, 1, TALL_ROWS, 512, 0, &quantized_portable};
+    {activate_float32, activate_bfloat16}, {add_float32, add_bfloat16}, {streams_float32, streams_bfloat16},
+    {resize_float32, resize_bfloat16}, {sparse_gate_float32, sparse_gate_bfloat16}, 1, TALL_ROWS, 512, 0, &quantized_portable};
 
 #define QUANTIZED_UNROLLED 0
 #define QUANTIZED_WIDE_ROWS 1

@@ -28,6 +28,9 @@ enum operation_kind {
     OP_COPY,
     OP_HEADS,
     OP_SELECT,
+    OP_STREAMS,
+    OP_RESIZE,
+    OP_SPARSE_GATE,
 };
 enum which_rows { ALL_ROWS, SAMPLED_ROWS };
 
@@ -44,6 +47,7 @@ struct copy_call {
     const void *x;
     void *out;
     int64_t rows, pieces, piece_bytes, x_stride, x_apart, out_stride, out_apart; /* apart: from piece to piece of a row */
+    int64_t zero_bytes; /* so many behind each piece of out are set to zero */
 };
 
 /* A barrier of ranks: what each has written to shared buffers before, all of them read behind it. */
@@ -72,6 +76,9 @@ union call {
     struct add_call add;
     struct copy_call copy;
     struct heads_call heads;
+    struct streams_call streams;
+    struct resize_call resize;
+    struct sparse_gate_call sparse_gate;
 };
 
 /* A place in a buffer of rows: the buffer's number, and an offset in bytes; buffer -1: the operation has no such operand. */
@@ -83,6 +90,7 @@ struct place {
  * that are stored with the keys, or what x is multiplied with or added to. A product's second operand is x before it is quantized, from
  * which adapters compute. A recurrence has four: beside its queries the keys, values, decays and betas. The fourth of a norm is its gate.
  * An attention to selected keys has these as its second, and a selection the weights of its scores.
+ * Streams have the factors as their second, and the result with which they are corrected as their third.
  * A route writes the chosen experts to its second; a mixture has these, their weights, the shared rows and their gates, and its room. */
 struct operation {
     int64_t kind, which_rows, group; /* group: of layers, which share block tables and slots */
@@ -150,9 +158,11 @@ static void copy_pieces(const void *job, size_t task, void *scratch) {
     const int64_t rows = rows_of_copy(call), first = (int64_t)task * rows, end = first + rows < call->rows ? first + rows : call->rows;
     (void)scratch;
     for (int64_t row = first; row < end; row++)
-        for (int64_t piece = 0; piece < call->pieces; piece++)
-            memcpy((char *)call->out + row * call->out_stride + piece * call->out_apart,
-                   (const char *)call->x + row * call->x_stride + piece * call->x_apart, (size_t)call->piece_bytes);
+        for (int64_t piece = 0; piece < call->pieces; piece++) {
+            char *out = (char *)call->out + row * call->out_stride + piece * call->out_apart;
+            memcpy(out, (const char *)call->x + row * call->x_stride + piece * call->x_apart, (size_t)call->piece_bytes);
+            memset(out + call->piece_bytes, 0, (size_t)call->zero_bytes);
+        }
 }
 
 /* Once a rank is lost, the other operations compute numbers that nobody uses: baton_run_program says that they are void. */
@@ -340,7 +350,7 @@ static int prepare(struct prepared *to, struct work *works, size_t *n_works, con
         break;
     case OP_MULTIPLY:
         call->multiply.x = at(step, op->x);
-        call->multiply.by = at(step, op->second);
+        if (op->second.buffer >= 0) call->multiply.by = at(step, op->second); /* otherwise the call has one row for all */
         call->multiply.out = at(step, op->out);
         call->multiply.rows = (size_t)rows;
         *work = multiply_work(&call->multiply, isa, dtype);
@@ -394,6 +404,27 @@ static int prepare(struct prepared *to, struct work *works, size_t *n_works, con
         call->heads.linear.out = at(step, op->out);
         call->heads.linear.m = (size_t)rows;
         *work = heads_work(&call->heads, isa, dtype);
+        break;
+    case OP_STREAMS:
+        call->streams.x = at(step, op->x);
+        call->streams.factors = at(step, op->second);
+        call->streams.result = at(step, op->third);
+        call->streams.out = at(step, op->out);
+        call->streams.rows = (size_t)rows;
+        *work = streams_work(&call->streams, isa, dtype);
+        break;
+    case OP_RESIZE:
+        call->resize.x = at(step, op->x);
+        call->resize.like = at(step, op->second);
+        call->resize.out = at(step, op->out);
+        call->resize.rows = (size_t)rows;
+        *work = resize_work(&call->resize, isa, dtype);
+        break;
+    case OP_SPARSE_GATE:
+        call->sparse_gate.x = at(step, op->x);
+        call->sparse_gate.out = at(step, op->out);
+        call->sparse_gate.rows = (size_t)rows;
+        *work = sparse_gate_work(&call->sparse_gate, isa, dtype);
         break;
     case OP_BARRIER: *work = (struct work){.function = wait_for_ranks, .job = &call->barrier, .n_tasks = 1}; break;
     }

@@ -177,6 +177,8 @@ INLINE void activate_rows(const enum dtype dtype, const struct activate_call *ca
                 x = v_mul(x, v_set1(call->factor));
             else if (call->activation == ACTIVATION_DIVIDE)
                 x = v_div(x, v_set1(call->factor));
+            else if (call->activation == ACTIVATION_TANH)
+                x = v_tanh(x);
             else if (call->activation == ACTIVATION_XIELU)
                 x = v_xielu(x, v_set1(call->positive), v_set1(call->negative), v_set1(call->linear), v_set1(call->near));
             else
@@ -196,11 +198,14 @@ TARGET static void activate_bfloat16(const void *job, size_t task, void *scratch
 
 INLINE void add_rows(const enum dtype dtype, const struct add_call *call, size_t task) {
     size_t row = task * call->rows_per_task, end = row + call->rows_per_task < call->rows ? row + call->rows_per_task : call->rows;
-    for (size_t i = row * call->columns; i < end * call->columns; i += LANES) {
-        const size_t count = lanes_left(i, end * call->columns);
-        v16 other = v_mul(load_lanes(dtype, call->other, i, count), v_set1(call->factor));
-        store_lanes(dtype, call->out, i, count, v_add(load_lanes(dtype, call->one, i, count), v_rounded(dtype, other)));
-    }
+    for (; row < end; row++)
+        for (size_t first = 0; first < call->columns; first += call->width)
+            for (size_t i = 0; i < call->width; i += LANES) {
+                const size_t count = lanes_left(i, call->width);
+                v16 other = v_mul(load_lanes(dtype, call->other, row * call->other_stride + i, count), v_set1(call->factor));
+                v16 one = load_lanes(dtype, call->one, row * call->one_stride + first + i, count);
+                store_lanes(dtype, call->out, row * call->out_stride + first + i, count, v_add(one, v_rounded(dtype, other)));
+            }
 }
 
 TARGET static void add_float32(const void *job, size_t task, void *scratch) {

@@ -189,10 +189,12 @@ class Recording:
             call.format, call.x_stride = ctypes.addressof(w.format), w.row_bytes
         elif w.isa != self._isa or (isinstance(w, PackedWeight) and w.dtype != x.dtype):
             raise KernelArgumentError("w", f"must be packed for this instruction set from {x.dtype}")
-        elif w.padded_k != w.k:
-            raise KernelArgumentError("x", f"has {x.width} columns, the packed weight {w.padded_k}")
-        elif isinstance(w, PackedFloat8Weight):
-            call.scale_group = w.group
+        else:
+            if w.padded_k != w.k:
+                x = self._padded(x, w.padded_k)
+                call.k, call.x_stride = w.padded_k, x.stride
+            if isinstance(w, PackedFloat8Weight):
+                call.scale_group = w.group
         self._kept += [w, bias]
         if adapted is None:
             self._record(OperationKind.LINEAR, x, Call(linear=call), out=out, dtype=given.dtype)
@@ -207,6 +209,19 @@ class Recording:
         out = self._buffers.scratch("quantized x", -(-w.row_bytes // self._dtype.itemsize), x.sampled)
         call = QuantizeCall(format=ctypes.addressof(w.format), k=w.k, x_stride=x.stride)
         self._record(OperationKind.QUANTIZE, x, Call(quantize=call), out=out)
+        return out
+
+    def _padded(self, x: Rows, width: int) -> Rows:
+        """Record that x is copied, with zeros behind it, and return the rows of the scratch buffer of that width."""
+        out, size = self._buffers.scratch("padded x", width, x.sampled, x.dtype), x.dtype.itemsize
+        call = CopyCall(
+            pieces=1,
+            piece_bytes=x.width * size,
+            zero_bytes=(width - x.width) * size,
+            x_stride=x.stride * size,
+            out_stride=width * size,
+        )
+        self._record(OperationKind.COPY, x, Call(copy=call), out=out, dtype=x.dtype)
         return out
 
     def _require_as_many(self, x: Rows, other: Rows, name: str) -> None:

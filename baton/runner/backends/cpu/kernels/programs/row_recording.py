@@ -1,6 +1,11 @@
-"""The recording of operations that treat each row alone: norms, gates, activations, sums and rotations (rows.py)."""
+"""The recording of operations that treat each row alone: norms, gates, activations, sums, streams and rotations.
+
+rows.py computes them one by one.
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -13,11 +18,14 @@ from baton.runner.backends.cpu.kernels.call_structs import (
     GateKind,
     NormCall,
     OperationKind,
+    ResizeCall,
     RotateCall,
+    StreamsCall,
+    StreamsKind,
 )
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.library import DTYPES
-from baton.runner.backends.cpu.kernels.product import CLAMP, DIVIDE, SCALE
+from baton.runner.backends.cpu.kernels.product import CLAMP, DIVIDE, SCALE, Activation
 from baton.runner.backends.cpu.kernels.programs.recording import Recording
 from baton.runner.backends.cpu.kernels.rows import (
     NO_LIMITS,
@@ -27,8 +35,11 @@ from baton.runner.backends.cpu.kernels.rows import (
     RowActivation,
     activate_structure,
     gate_structure,
+    in_dtype,
     multiply_structure,
     norm_structure,
+    sparse_gate_structure,
+    streams_structure,
 )
 
 
@@ -133,6 +144,17 @@ class RowRecording(Recording):
         self._record(OperationKind.MULTIPLY, x, Call(multiply=call), out=out, operands=(by,))
         return out
 
+    def multiply_columns(self, x: Rows, by: torch.Tensor, *, into: str | Rows) -> Rows:
+        """Record x times the numbers by [n] of its columns, rounded once."""
+        if by.shape != (x.width,) or by.dtype != self._dtype or not by.is_contiguous() or not by.is_cpu:
+            raise KernelArgumentError("by", f"must be [{x.width}] {self._dtype}, contiguous, on the CPU")
+        call = multiply_structure(x.width, x.width, x.stride, 0, None)
+        call.by = by.data_ptr()
+        out = self._out(into, x.width, x.sampled)
+        self._kept.append(by)
+        self._record(OperationKind.MULTIPLY, x, Call(multiply=call), out=out)
+        return out
+
     def activate(self, x: Rows, activation: RowActivation, *, into: str | Rows) -> Rows:
         """Record activation(x), rounded once."""
         out = self._out(into, x.width, x.sampled)
@@ -164,8 +186,77 @@ class RowRecording(Recording):
         if (other.width, one.stride, other.stride) != (one.width, one.width, one.width):
             raise KernelArgumentError("other", "and the rows to which it is added must be whole rows of one width")
         out = self._out(into, one.width, one.sampled, one.dtype)
-        call = Call(add=AddCall(columns=one.width, factor=factor))
-        self._record(OperationKind.ADD, one, call, out=out, operands=(other,), dtype=one.dtype)
+        width = one.width
+        call = AddCall(columns=width, width=width, factor=factor)
+        call.one_stride = call.other_stride = call.out_stride = width
+        self._record(OperationKind.ADD, one, Call(add=call), out=out, operands=(other,), dtype=one.dtype)
+        return out
+
+    def add_to_columns(self, rows: Rows, other: Rows, columns: range) -> None:
+        """Record that other is added, in place, to each piece of some columns of rows that is as wide as it is."""
+        self._require_as_many(rows, other, "other")
+        own = rows.columns(columns.start, columns.stop)
+        if not other.width or own.width % other.width or columns.stop > rows.width:
+            raise KernelArgumentError("other", f"of {other.width} columns has no place in {columns} of {rows.width}")
+        call = AddCall(columns=own.width, width=other.width, factor=1.0)
+        call.one_stride = call.out_stride = rows.stride
+        call.other_stride = other.stride
+        self._record(OperationKind.ADD, own, Call(add=call), out=own, operands=(other,))
+
+    def mix_streams(self, x: Rows, factors: Rows, *, into: str | Rows) -> Rows:
+        """Record that each stream of x has a sum of all of them added; a row has streams^2 factors."""
+        streams = math.isqrt(factors.width)
+        call = streams_structure(StreamsKind.MIXED, x.width, streams, factors.width)
+        return self._streams(call, x, factors, None, x.width, into)
+
+    def correct_streams(self, x: Rows, result: Rows, factors: Rows, active: int, *, into: str | Rows) -> Rows:
+        """Record that (result - the active stream) * (factor + 1) is added to each stream of x, which has a factor."""
+        call = streams_structure(StreamsKind.CORRECTED, x.width, factors.width, factors.width, active)
+        if result.width != call.columns:
+            raise KernelArgumentError("result", f"has {result.width} columns, a stream {call.columns}")
+        return self._streams(call, x, factors, result, x.width, into)
+
+    def mean_of_streams(self, x: Rows, streams: int, *, into: str | Rows) -> Rows:
+        """Record the mean of the streams of x."""
+        call = streams_structure(StreamsKind.AVERAGED, x.width, streams, 0)
+        return self._streams(call, x, None, None, call.columns, into)
+
+    def _streams(
+        self, call: StreamsCall, x: Rows, factors: Rows | None, result: Rows | None, width: int, into: str | Rows
+    ) -> Rows:
+        out = self._out(into, width, x.sampled)
+        call.x_stride = x.stride
+        for other, name in ((factors, "factors"), (result, "result")):
+            if other is not None:
+                self._require_as_many(x, other, name)
+        call.factors_stride = 0 if factors is None else factors.stride
+        call.result_stride = 0 if result is None else result.stride
+        if out.buffer == x.buffer:
+            raise KernelArgumentError("into", "is where the streams are read")
+        self._record(OperationKind.STREAMS, x, Call(streams=call), out=out, operands=(factors, result))
+        return out
+
+    def resize(self, x: Rows, like: Rows, least: float, out: Rows) -> None:
+        """Record x * size(like) / size(x), each step rounded, into `out`, which may be some columns of a buffer.
+
+        A row's size is the root of its mean square, which is at least `least` for x.
+        """
+        self._require_as_many(x, like, "like")
+        self._require_as_many(x, out, "out")
+        if not x.width == like.width == out.width:
+            raise KernelArgumentError("like", f"has {like.width} columns, x {x.width}, and out {out.width}")
+        call = ResizeCall(columns=x.width, x_stride=x.stride, like_stride=like.stride, out_stride=out.stride)
+        call.least = in_dtype(least, self._dtype)
+        self._record(OperationKind.RESIZE, x, Call(resize=call), out=out, operands=(like,))
+
+    def sparse_gate(self, x: Rows, deviations: float, activation: Activation, *, into: str | Rows) -> Rows:
+        """Record activation(max(0, g - cutoff)) * u of rows with g beside u, rounded once.
+
+        The cutoff is the mean of a row's g plus `deviations` times their standard deviation.
+        """
+        call = sparse_gate_structure(x.width, x.stride, deviations, activation)
+        out = self._out(into, call.columns, x.sampled)
+        self._record(OperationKind.SPARSE_GATE, x, Call(sparse_gate=call), out=out)
         return out
 
     def rotate(self, x: Rows, head_dim: int, cos: Rows, sin: Rows, *, first: int = 0, in_pairs: bool = False) -> None:

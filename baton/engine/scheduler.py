@@ -292,10 +292,7 @@ class Scheduler:
 
     @property
     def num_promised_blocks(self) -> int:
-        """Blocks that are in use, each once, and those that waiting requests will need for the tokens that they have.
-
-        Of a waiting request none counts as cached, and all as seen by its windows. In O(1).
-        """
+        """Blocks in use, each once, and those that waiting requests will take, whatever their windows. In O(1)."""
         manager = self.kv_cache_manager
         in_use = manager.pool.num_total_blocks - manager.pool.num_free_blocks
         return in_use + self._waiting.num_blocks_to_take * manager.num_groups

@@ -69,7 +69,10 @@ class ServiceClass(enum.IntEnum):
 
     @classmethod
     def of(cls, priority: int, min_priority: int | None) -> ServiceClass:
-        """The class of a request with this priority. `min_priority`: what operators allow its key; None: nothing."""
+        """The class of a request with this priority.
+
+        `min_priority`: the smallest one that operators allow its tenant; None: there are no tenants.
+        """
         if min_priority is not None and min_priority > 0:
             return cls.BATCH
         return cls.URGENT if min_priority is not None and priority < 0 else cls.NORMAL
@@ -80,11 +83,11 @@ class Ticket(Generic[T]):
 
     __slots__ = (
         "arrived",
-        "class_key",
         "is_retry",
         "item",
         "order_key",
         "priority",
+        "priority_key",
         "service_class",
         "targets",
         "tenant",
@@ -112,7 +115,7 @@ class Ticket(Generic[T]):
         self.is_retry = is_retry
         """Whether the request was placed before, and lost its nodes."""
         self.order_key = (not is_retry, rank, arrived, number)
-        self.class_key = (priority, number)
+        self.priority_key = (priority, number)
 
 
 class ServiceTimes:
@@ -180,7 +183,7 @@ class _Class(Generic[T]):
             line = self.lines[ticket.tenant] = _Line()
             self.ledger.begin_waiting(ticket.tenant)
         bisect.insort(line.order, ticket, key=_order_key)
-        bisect.insort(line.by_priority, ticket, key=_class_key)
+        bisect.insort(line.by_priority, ticket, key=_priority_key)
         self.num_requests += 1
 
     def remove(self, ticket: Ticket[T]) -> None:
@@ -190,7 +193,9 @@ class _Class(Generic[T]):
             return
         num_before = len(line)
         _remove_at(line.order, ticket, bisect.bisect_left(line.order, ticket.order_key, key=_order_key))
-        _remove_at(line.by_priority, ticket, bisect.bisect_left(line.by_priority, ticket.class_key, key=_class_key))
+        _remove_at(
+            line.by_priority, ticket, bisect.bisect_left(line.by_priority, ticket.priority_key, key=_priority_key)
+        )
         self.num_requests -= num_before - len(line)
         if not line:
             del self.lines[ticket.tenant]
@@ -362,7 +367,7 @@ class AdmissionQueue(Generic[T]):
     def _wait_s(self, tenant: str, service_class: ServiceClass, num_before: int, num_running: int) -> float:
         """How long a request waits that has so many of its own before it: others take their shares meanwhile."""
         of_class = self._classes[service_class]
-        # Of others no more can be served meanwhile than wait.
+        # The others can't be served more requests meanwhile than they have waiting.
         num_meanwhile = min((num_before + 1) * of_class.times_as_long(tenant) - 1, of_class.num_requests)
         own_s = self.times.wait_s(num_meanwhile, num_running)
         num_urgent = len(self._retries) + self._num_before(service_class)
@@ -404,8 +409,8 @@ def _order_key(ticket: Ticket[T]) -> tuple[bool, float, float, int]:
     return ticket.order_key
 
 
-def _class_key(ticket: Ticket[T]) -> tuple[int, int]:
-    return ticket.class_key
+def _priority_key(ticket: Ticket[T]) -> tuple[int, int]:
+    return ticket.priority_key
 
 
 def _remove_at(tickets: list[Ticket[T]], ticket: Ticket[T], position: int) -> None:

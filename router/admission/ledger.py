@@ -23,7 +23,6 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Set
 
 from baton.values import value
 
@@ -48,13 +47,12 @@ class Charge:
 class _Account:
     """What is known of a tenant."""
 
-    __slots__ = ("counter", "is_waiting", "mean_output", "moved", "number", "period", "weight")
+    __slots__ = ("counter", "mean_output", "moved", "number", "period", "weight")
 
     def __init__(self, counter: float) -> None:
         self.counter = counter
         self.weight = 1.0
         self.mean_output = _FIRST_OUTPUT
-        self.is_waiting = False
         self.moved = 0.0
         """By how much the counter was moved in all, when the tenant began to wait."""
         self.period = -1
@@ -95,7 +93,7 @@ class TenantLedger:
         counter = self._counter_to_join(account)
         account.moved += abs(counter - account.counter)
         account.counter, account.weight = counter, weight
-        account.is_waiting, account.number = True, next(self._numbers)
+        account.number = next(self._numbers)
         self._period += not self._waiting
         self._waiting[tenant] = account
         self.waiting_weight += weight
@@ -105,15 +103,10 @@ class TenantLedger:
         """A tenant's last waiting request has left the queue."""
         self._note_time()
         account = self._waiting.pop(tenant)
-        account.is_waiting, account.period = False, self._period
+        account.period = self._period
         self._period += not self._waiting
         self.waiting_weight = self.waiting_weight - account.weight if self._waiting else 0.0
         self._remember(tenant, account)
-
-    @property
-    def waiting(self) -> Set[str]:
-        """The tenants with waiting requests."""
-        return self._waiting.keys()
 
     def first(self) -> str | None:
         """The tenant whose request is next; None: none waits."""
@@ -166,7 +159,7 @@ class TenantLedger:
     def _add(self, tenant: str, account: _Account, change: float) -> None:
         account.counter += change
         account.period = self._period
-        if account.is_waiting:
+        if tenant in self._waiting:
             self._push(tenant, account)
         else:
             self._idle.move_to_end(tenant)

@@ -15,6 +15,7 @@ from baton.errors import InvalidRequest
 from baton.messages.node import Role
 from baton.messages.node_model import ONE_RANK, NodeShape
 from baton.messages.speculation import MAX_DRAFTS, SpeculationConfig
+from router.placement.room import DEFAULT_RULES
 
 if TYPE_CHECKING:
     from router.admission.limits import DispatchLimits
@@ -141,11 +142,11 @@ class SimulationConfig:
     ] = None
     kv_room: Annotated[
         float, Flag("Share of a node's KV cache that its requests may need before more wait at the router.", min=0)
-    ] = 1.0
+    ] = DEFAULT_RULES.kv_room
     """0: any share."""
     steps_ahead: Annotated[
         int, Flag("Steps for which a node may have tokens of prompts before more requests wait at the router.", min=1)
-    ] = 4
+    ] = DEFAULT_RULES.steps_ahead
     nic_bytes_per_s: Annotated[
         float,
         Flag(

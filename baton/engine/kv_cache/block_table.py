@@ -54,6 +54,11 @@ class ComputedBlocks:
     num_host_tokens: int = 0
     """Tokens in `host_blocks`."""
 
+    @property
+    def num_idle_blocks(self) -> int:
+        """How many of `blocks` no request holds now."""
+        return sum([block.is_on_free_list for block in self.blocks]) if self.blocks else 0
+
     def without_host(self) -> ComputedBlocks:
         """The part of the prefix that is on the device."""
         return ComputedBlocks(self.blocks, self.num_tokens - self.num_host_tokens, self.copy_from)

@@ -159,8 +159,7 @@ class KVCacheManager:
             self.pool.num_total_blocks
         ):
             return _NEVER
-        idle_hits = sum([block.is_on_free_list for block in computed.blocks]) if computed.blocks else 0
-        if missing + idle_hits + num_spared_blocks > self.pool.num_free_blocks:
+        if missing + computed.num_idle_blocks + num_spared_blocks > self.pool.num_free_blocks:
             return _LATER
         if table is None:
             table = self._open_table(request.request_id, computed.blocks, num_external_tokens)
@@ -189,8 +188,7 @@ class KVCacheManager:
 
     def num_tokens_in_use(self, computed: ComputedBlocks) -> int:
         """How many of the found tokens are in blocks that requests hold now; those of idle blocks are not."""
-        num_blocks = sum([not block.is_on_free_list for block in computed.blocks])
-        return num_blocks // self.num_groups * self.block_size
+        return (len(computed.blocks) - computed.num_idle_blocks) // self.num_groups * self.block_size
 
     def allocate_to_grow(
         self, request: Request, computed: ComputedBlocks, num_chunk_tokens: int, num_spared_blocks: int
@@ -207,8 +205,7 @@ class KVCacheManager:
         num_hits = len(self._groups.without_null(list(computed.blocks)))
         if num_held + num_hits > self.pool.num_total_blocks:
             return AllocationAnswer.NEVER
-        idle_hits = sum([block.is_on_free_list for block in computed.blocks])
-        num_available = self.pool.num_free_blocks - idle_hits - num_spared_blocks
+        num_available = self.pool.num_free_blocks - computed.num_idle_blocks - num_spared_blocks
         if num_held > num_available:
             return AllocationAnswer.LATER
         num_wanted = self._groups.num_held(num_missing, num_chunk_tokens)

@@ -99,6 +99,7 @@ class Preemption:
             state.speculating.pop(request.request_id, None)
             request.spec_token_ids = []
         request.num_preemptions += 1
+        request.num_found_tokens = 0
         state.encoder_cache.release(request.request_id, request.encoder_inputs)
         state.events.record(EngineCoreEventType.PREEMPTED, request, request.num_preemptions)
 

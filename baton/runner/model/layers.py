@@ -26,7 +26,7 @@ from baton.runner.backends.weight_rows import Weight
 from baton.runner.model.comparison import children_of
 from baton.runner.model.mixtures.experts import PackedExperts
 from baton.runner.model.stored.absent_weight import AbsentWeight, of_products, without_numbers
-from baton.runner.model.stored.layers import StoredEmbedding, StoredLinear, read_packed, read_rows_of, take_weight
+from baton.runner.model.stored.layers import StoredEmbedding, StoredLinear, look_rows_up_in, read_packed, take_weight
 from baton.runner.model.stored.plan import is_experts, is_linear
 
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear", "matmul", "_grouped_mm"})
@@ -269,7 +269,7 @@ def replace_products(
             continue
         setattr(parent, name, packed)
         if (tied := embeddings.get(shared)) is not None:
-            _share_weight(*tied, packed)
+            look_rows_up_in(*tied, PackedEmbedding(packed))
         release(child)
     for parent, name, child in children_of(module):
         if isinstance(child, StoredEmbedding):  # one that the head does not share
@@ -302,15 +302,6 @@ def replace_products(
     # The other parameters (embeddings, norms) are in the mapped file; copies let its pages be unmapped.
     for parameter in module.parameters():
         parameter.data = parameter.data.clone()
-
-
-def _share_weight(parent: nn.Module, name: str, head: PackedLinear) -> None:
-    """Let an embedding read the packed weight of the head, which shares its weight."""
-    embedding = parent.get_submodule(name)
-    if isinstance(embedding, nn.Embedding) and type(embedding) is not nn.Embedding:
-        read_rows_of(embedding, PackedEmbedding(head))  # its class does more than to look rows up
-    else:
-        setattr(parent, name, PackedEmbedding(head))
 
 
 def _divide_embedding(embedding: nn.Embedding, operations: Operations, release: Callable[[nn.Module], None]) -> None:

@@ -22,6 +22,7 @@ from baton.engine.scheduler_config import SchedulerConfig
 from kv_transfer.sender.lease_values import LeaseTimes
 from router.admission.limits import DispatchLimits
 from router.placement.placer import PlacementSettings, Policy
+from router.placement.room import DEFAULT_RULES, RoomRules
 from router.process import placement_settings
 from tests.support.load_script import load_script
 from tests.support.parsed_flags import config_from_flags
@@ -230,6 +231,8 @@ def test_a_routers_settings_are_the_limits_of_its_dispatcher_and_its_placement()
         return DispatchLimits(**settings_for(DispatchLimits, config)), placement_settings(config)
 
     assert parts() == (DispatchLimits(), PlacementSettings()), "the defaults are the same"
+    config = RouterConfig.model_validate({"router_id": "r", "registry": "redis://r"})
+    assert RoomRules(**settings_for(RoomRules, config)) == DEFAULT_RULES
     limits, placement = parts(
         max_queue=1,
         max_running=2,

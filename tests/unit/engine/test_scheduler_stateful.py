@@ -339,7 +339,7 @@ class EngineMachine(RuleBasedStateMachine):
             blocks_to_take(request, self.rig.config.block_size)
             for request in alive
             if request.status in (*waiting, RequestStatus.SWAPPED) and request.request_id not in self.held_back()
-            # Those that have blocks already wait for the next step alone.
+            # Requests that have blocks already wait for the next step alone.
             if request.leg is not Leg.DECODE or not manager.has_table(request.request_id)
         )
         assert stats.promised_blocks == stats.total_blocks - stats.free_blocks + to_take * manager.num_groups

@@ -66,6 +66,23 @@ def test_preempted_and_swapped_requests_have_different_reasons() -> None:
         assert waiting(rig) == {}
 
 
+def test_a_preempted_request_is_promised_all_of_its_blocks() -> None:
+    rig = EngineRig(8, preemption_mode="swap", num_host_blocks=8)
+    rig.add("old", prompt_of(17), max_tokens=12)
+    rig.step()
+    rig.add("new", prompt_of(17), max_tokens=12)
+
+    def promised_for_new() -> int:
+        stats = rig.scheduler.make_stats()
+        return stats.promised_blocks - (stats.total_blocks - stats.free_blocks)
+
+    assert promised_for_new() == 17 // 4 + 1, "it was not tried yet"
+    while rig.requests["new"].status is not RequestStatus.SWAPPED:
+        rig.step()
+    assert promised_for_new() == rig.requests["new"].num_tokens // 4 + 1
+    rig.run()
+
+
 def test_hits_are_counted_by_source(rig: EngineRig) -> None:
     prompt = prompt_of(16)
     rig.begin("pulled", prompt, leg=Leg.DECODE, max_tokens=2)

@@ -97,25 +97,21 @@ class StoredEmbedding(nn.Module):
         return torch.cat(rows)[places]
 
 
-def hold_embedding(module: nn.Module, path: str, stored: StoredWeight, dtype: torch.dtype) -> None:
-    """Let the embedding at `path` read the rows of a weight that is in its file.
+def look_rows_up_in(module: nn.Module, path: str, part: nn.Module) -> None:
+    """Let `part` stand for the embedding at `path`, which looks rows of its weight up.
 
-    An embedding whose class does more than to look rows up, such as to scale them, has a `StoredEmbedding` as a part.
+    An embedding whose class does more than that, such as to scale the rows, stays, and has `part` in place of its
+    weight.
     """
-    embedding, held = module.get_submodule(path), StoredEmbedding(stored, dtype)
-    if type(embedding) is not nn.Embedding:
-        read_rows_of(embedding, held)
-    else:
-        module.set_submodule(path, held)
-
-
-def read_rows_of(embedding: nn.Module, part: nn.Module) -> None:
-    """Let an embedding, whose own weight [N, K] is dropped, look rows up in `part`, which becomes a part of it."""
+    embedding = module.get_submodule(path)
+    if not isinstance(embedding, nn.Embedding) or type(embedding) is nn.Embedding:
+        module.set_submodule(path, part)
+        return
     embedding.baton_rows = part
     # Its parts are replaced when their weights are packed.
     take_weight(embedding, lambda token_ids: embedding.baton_rows(token_ids))  # type: ignore[operator]
     # transformers would otherwise fill the weight with random numbers; the buffers it has to fill.
-    embedding.weight._is_hf_initialized = True  # type: ignore[union-attr]
+    embedding.weight._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def take_weight(embedding: nn.Module, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from baton.runner.model.stored.layers import StoredLinear, hold_embedding, hold_experts
+from baton.runner.model.stored.layers import StoredEmbedding, StoredLinear, hold_experts, look_rows_up_in
 from baton.runner.model.stored.weight import CheckpointTensor, StoredWeight, UnusableWeight
 
 _STACKING = ("MergeModulelist", "Concatenate")
@@ -110,7 +110,7 @@ class WeightPlan:
             linear = module.get_submodule(path)
             module.set_submodule(path, StoredLinear(stored, linear.bias, dtype, device))
         for path, stored in self.embeddings.items():
-            hold_embedding(module, path, stored, dtype)
+            look_rows_up_in(module, path, StoredEmbedding(stored, dtype))
         for path, weights in self.experts.items():
             hold_experts(module.get_submodule(path), weights)
         held = {f"{path}.weight" for path in (*self.linears, *self.embeddings)}

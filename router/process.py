@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -75,6 +76,7 @@ from router.operations.live_page import MAX_REMEMBERED, MAX_RUNNING, live_page_d
 from router.operations.metrics import connection_figures, figures
 from router.operations.operator_handler import OperatorHandler
 from router.operations.steering import Steering
+from router.placement.cost_model import ServiceLevel
 from router.placement.placer import PlacementSettings, Placer, Policy
 from router.placement.room import RoomRules
 from router.placement.view import ClusterView
@@ -485,6 +487,10 @@ class RouterProcess:
 
 
 def placement_settings(config: RouterConfig) -> PlacementSettings:
+    most, first, each = config.max_local_prefill_tokens, config.default_ttft_ms, config.default_tpot_ms
     return PlacementSettings(
-        Policy(config.placement), config.require_disaggregation == "on", config.max_local_prefill_tokens
+        Policy(config.placement),
+        config.require_disaggregation == "on",
+        None if most == "auto" else most,
+        ServiceLevel(first or math.inf, each or math.inf),
     )

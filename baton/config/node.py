@@ -137,7 +137,11 @@ class NodeSettings(ClusterSettings):
         description="Seconds that requests continue, and finished ones are kept, after the loss of their router, so "
         "that another router can adopt them.",
     )
-    max_num_batched_tokens: Count = Field(512, description="Most tokens that a step computes.")
+    max_num_batched_tokens: Count = Field(
+        512,
+        description="Most tokens that a step computes. Fewer than max_num_seqs: most tokens of prompts, beside one of "
+        "each stream.",
+    )
     num_encoder_rows: CountOrZero = Field(
         16384,
         description="Most rows of encoded images, speech or texts that a node keeps, for a model that takes them: "
@@ -185,11 +189,6 @@ class NodeSettings(ClusterSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}): each running request computes a token a step"
-            )
         if self.max_cpu_loras < self.max_loras:
             raise ValueError(
                 f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}): adapters of "

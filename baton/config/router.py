@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ByteSize, Field
 
 from baton.config.cluster import ClusterSettings, ProcessSettings
-from baton.config.kinds import Count, CountOrZero, Name, OnOff, Origins, Port, Seconds, UrlPrefixes
+from baton.config.kinds import Count, CountOrZero, Milliseconds, Name, OnOff, Origins, Port, Seconds, UrlPrefixes
 from baton.messages.request_limits import (
     MAX_AUDIO_FILE_BYTES,
     MAX_AUDIO_SECONDS,
@@ -148,10 +148,21 @@ class RouterSettings(ClusterSettings):
         description="Whether reasoning, <think>…</think> at the beginning of an answer, is split off in chats: always "
         "(think), if the model's chat template has these markers (auto), or never (none).",
     )
-    max_local_prefill_tokens: CountOrZero = Field(
-        512,
+    max_local_prefill_tokens: CountOrZero | Literal["auto"] = Field(
+        "auto",
         description="Most tokens of a prompt that a decode node may compute itself where that is cheaper than a "
-        "hand-off; for placement by cost.",
+        "hand-off; for placement by cost. auto: 512, and any number for requests with a target of their time per "
+        "token, as long as the node's streams keep it.",
+    )
+    default_ttft_ms: Milliseconds = Field(
+        0.0,
+        description="Time to first token at which placement by cost aims for requests that name none; 0: any. No "
+        "request is refused for it.",
+    )
+    default_tpot_ms: Milliseconds = Field(
+        0.0,
+        description="Mean time per token after the first at which it aims likewise, also for the streams beside which "
+        "a prompt is computed; 0: any.",
     )
     cors_origins: Origins = Field(
         "",

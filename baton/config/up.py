@@ -37,6 +37,12 @@ class UpConfig(RouterSettings, NodeSettings):
         "divided by it, and equal it for a model that keeps states.",
     )
     decode_block_size: Count | None = Field(None, description="block_size of decode nodes. Default: block_size.")
+    prefill_max_num_batched_tokens: Count | None = Field(
+        None, description="max_num_batched_tokens of prefill nodes. Default: max_num_batched_tokens."
+    )
+    decode_max_num_batched_tokens: Count | None = Field(
+        None, description="max_num_batched_tokens of decode nodes. Default: max_num_batched_tokens."
+    )
     routers: Annotated[int, Field(ge=1, le=8)] = Field(
         1, description="Number of routers; clients survive the loss of one of two."
     )

@@ -366,7 +366,7 @@ class Scheduler:
 
         While the step before it is in flight, it may be called only if `may_run_ahead`.
         """
-        plan = StepPlan(self._step, self.config.max_num_batched_tokens, self.config.long_prefill_token_threshold)
+        plan = StepPlan(self._step, self.config.step_tokens, self.config.long_prefill_token_threshold)
         self._step += 1
         state = self._state
         if self._speculation.is_waiting and not self._in_flight:
@@ -394,6 +394,7 @@ class Scheduler:
             admission.admit_waiting(plan, self._pending)
         if plan.is_empty:
             self._schedule_decodes(plan)
+            plan.limit_prompts(self.config.max_num_batched_tokens)
             if state.filling:
                 self._schedule_filling(plan)
             admission.admit_arrived(plan)

@@ -96,11 +96,8 @@ class SchedulerConfig:
             raise ConfigError(
                 f"num_blocks ({self.num_blocks}) must be more than the number of groups of layers ({len(self.windows)})"
             )
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}): each running request computes a token a step"
-            )
+        if self.max_num_batched_tokens < 1:
+            raise ConfigError(f"max_num_batched_tokens must be positive, not {self.max_num_batched_tokens}")
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.effective_max_model_len:
             raise ConfigError(
                 f"without chunked prefill max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
@@ -118,6 +115,12 @@ class SchedulerConfig:
             raise ConfigError(f"priority_ageing_s must be 0 or a number of seconds, not {self.priority_ageing_s}")
         if self.long_prefill_token_threshold < 0 or self.max_times_passed < 0 or self.max_stuck_requests < 0:
             raise ConfigError("long_prefill_token_threshold, max_times_passed and max_stuck_requests can't be negative")
+
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens that a step computes: each request that decodes has one, whatever is left for prompts."""
+        has_few = self.max_num_batched_tokens < self.max_num_seqs
+        return self.max_num_batched_tokens + (self.max_num_seqs if has_few else 0)
 
     @property
     def effective_max_model_len(self) -> int:

@@ -69,6 +69,10 @@ class StepPlan:
         """How many of at most `most` tokens of prompts the draft model may compute in what is left of the budget."""
         return max(0, min(most, self.token_budget, self._chunk_limit or most))
 
+    def limit_prompts(self, most: int) -> None:
+        """Compute at most so many further tokens, which are of prompts: what decodes is in the step already."""
+        self.token_budget = min(self.token_budget, most)
+
     def add_decodes(self, decodes: DecodeGroup, num_context_tokens: int) -> None:
         """Compute one token of each of these requests, which the runner knows.
 

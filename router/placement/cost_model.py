@@ -24,15 +24,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.messages.kv_cache import KVFormat
 from baton.messages.node import NodeDescription, Role
 from baton.messages.operator import PlacementWay
 from baton.values import value
+from router.placement.fleet_rates import NO_WORK, STREAM_TOKENS, MixedWork, decay
 from router.placement.placement import Candidate, Demand
 from router.placement.rates import StepRates
-from router.placement.reasons import CHEAPER_ALONE, CHEAPEST_PAIR, Reason
+from router.placement.reasons import CHEAPER_ALONE, CHEAPEST_PAIR, STAYS, Reason
+from router.placement.room import Lack
 
 HANDOFF_MS = 2.0
 """The cost of a hand-off beside its bytes: a subscription, a confirmation, and the step that the request joins."""
@@ -47,6 +49,11 @@ _NEWCOMER_S = 5.0
 _LEAST_SHARE = 0.1
 _SHARES = 20
 """The share grows in so many steps, between which its costs stay the same and can be kept by many decisions."""
+_CLOSE = 0.8
+"""From this share of the target on, the time per token of streams on decode nodes is close to it."""
+LEAST_LEFT = 0.02
+"""The least share of a node's time that prompts are assumed to leave to its streams."""
+_SHORTEST_STEP_MS = 0.01
 SAME_MS = 0.25
 SAME_SHARE = 0.02
 """Costs that differ by less than the sum of both count as the same."""
@@ -89,6 +96,22 @@ class NodeCosts:
     """The share of the load that the node gets, 1 being a full share; see `newcomer_share`."""
     tokens_per_step: float = 1.0
     """The tokens that a sequence gets from a step."""
+    worked_ms: float = 0.0
+    """The time that prompts have taken of late at `worked_at`; see `MixedWork`."""
+    worked_at: float = 0.0
+    waiting_ms: float = 0.0
+    """The time that the prompts take that it has still to compute."""
+    stream_ms: float = 1.0
+    """The duration of a usual stream without any prompts in its steps."""
+
+    def pace_ms(self, more_ms: float, now: float) -> float:
+        """The time per output token of the streams here if prompts take so much more of the node's time.
+
+        Steps with prompts are longer. What matters to a stream is the share of prompts in all the time that it lasts.
+        """
+        worked_ms = self.worked_ms * decay((now - self.worked_at) * 1e3, self.stream_ms)
+        share = (worked_ms + self.waiting_ms + more_ms) / self.stream_ms
+        return self.decode_ms / max(LEAST_LEFT, 1.0 - share)
 
     def prefill_ms(self, tokens: int) -> float:
         """The time to compute so many tokens of a prompt, once it is its turn."""
@@ -104,15 +127,19 @@ def node_costs(
     *,
     prefills_only: bool = False,
     known_kv_format: KVFormat | None = None,
+    work: MixedWork = NO_WORK,
 ) -> NodeCosts:
     """Compute the cost terms of a node.
 
     `pending_tokens`: of prompts that were sent there and are not in its reports yet. `share`: see `newcomer_share`.
-    `prefills_only`: its sequences are prompts, which longer steps do not delay. `known_kv_format`: the format
-    of the node's KV, if the caller has it.
+    `prefills_only`: its sequences are prompts, which longer steps do not delay, except for those that decoded in its
+    last step. `known_kv_format`: the format of the node's KV, if the caller has it. `work`: what it has reported.
     """
-    streams = 0.0 if prefills_only else candidate.load / share
-    context = 0.0 if prefills_only else candidate.context_tokens / share
+    if prefills_only:
+        streams = min(candidate.load, float(work.sequences)) / share
+        context = work.context_tokens / share if streams else 0.0
+    else:
+        streams, context = candidate.load / share, candidate.context_tokens / share
     node = candidate.node
     chunk = chunk_of(node)
     step_ms = rates.overhead_ms(streams, context)
@@ -137,6 +164,10 @@ def node_costs(
         pending_tokens,
         share,
         rates.tokens,
+        work.prompt_ms,
+        work.at,
+        queued * rates.token_ms,
+        STREAM_TOKENS * max(step_ms, _SHORTEST_STEP_MS),
     )
 
 
@@ -167,6 +198,10 @@ class PlacementQuery:
     level: ServiceLevel
     alone_tokens: int
     """A decode node computes at most so many tokens of a prompt while there is a pair."""
+    now: float = 0.0
+    """Seconds on the router's clock."""
+    may_stay: bool = False
+    """Whether a prefill node may decode, while no decode node has room for another stream."""
     passed_over: Set[str] = frozenset()
     """Incarnations that are chosen only if no other node of their role is left."""
     pairs_passed_over: Set[tuple[str, str]] = frozenset()
@@ -179,7 +214,8 @@ class PlacementQuery:
         left = tokens - there
         prefill_ms = prefill.prefill_ms(left)
         handoff_ms = _handoff_ms(decode, tokens - here, min(left, prefill.chunk), prefill_ms)
-        decode_ms, stall_ms = self.output_tokens * decode.decode_ms, WORK_SHARE * prefill_ms
+        decode_ms = self.output_tokens * decode.decode_ms
+        stall_ms = WORK_SHARE * prefill_ms + prefill.streams * prefill.token_ms * left
         return PlacementWay(
             prefill_node=prefill.node.node_id,
             decode_node=decode.node.node_id,
@@ -222,6 +258,18 @@ class PlacementQuery:
         tokens = self.demand.num_prompt_tokens
         return max(1, tokens - self.cached.get(node.node.incarnation, 0))
 
+    def missed(self, prefill: NodeCosts | None, decode: NodeCosts, first_token_ms: float) -> int:
+        """How many targets a way misses: the two of the request, and that of the streams beside which its prompt is
+        computed. A stream that joins others hardly slows them.
+        """
+        level, late = self.level, first_token_ms > self.level.first_token_ms
+        if level.token_ms == math.inf:
+            return int(late)
+        if prefill is None:
+            return late + 2 * (decode.pace_ms(self.uncached(decode) * decode.token_ms, self.now) > level.token_ms)
+        slow, more_ms = decode.pace_ms(0.0, self.now) > level.token_ms, self.uncached(prefill) * prefill.token_ms
+        return late + slow + (prefill.streams > 0.0 and prefill.pace_ms(more_ms, self.now) > level.token_ms)
+
     @property
     def output_tokens(self) -> int:
         return 0 if self.demand.embeds else min(self.demand.max_tokens, _OUTPUT_TOKENS)
@@ -248,6 +296,31 @@ class Way:
     reason: Reason | None
     """None if there was no pair to compare with."""
 
+    def key(self, query: PlacementQuery) -> tuple[int, float]:
+        """The key by which ways are compared: which targets are missed, then the cost."""
+        return query.missed(self.prefill, self.decode, self.terms.first_token_ms), self.terms.total_ms
+
+
+def is_close(query: PlacementQuery, pair: Way) -> bool:
+    """Whether a stream on the decode node of this pair would be nearly as slow as its target."""
+    return pair.decode.pace_ms(0.0, query.now) > _CLOSE * query.level.token_ms
+
+
+def is_quicker(query: PlacementQuery, stay: Way, pair: Way) -> bool:
+    """Whether a stream would better stay on the prefill node of `stay` than go to the decode node of `pair`.
+
+    It would if that one has no room for it, or if it misses no target here and is the quicker.
+    """
+    if takes_no_stream(pair.decode.candidate):
+        return True
+    here, more_ms = stay.decode, query.uncached(stay.decode) * stay.decode.token_ms
+    return not stay.key(query)[0] and here.pace_ms(more_ms, query.now) < pair.decode.pace_ms(0.0, query.now)
+
+
+def takes_no_stream(candidate: Candidate) -> bool:
+    """Whether a node lacks room for another stream, be its prompt computed there or not."""
+    return candidate.lack in (Lack.SEATS, Lack.KV)
+
 
 def cheapest(query: PlacementQuery) -> Way | None:
     """The cheapest way; None if there is no node at all.
@@ -259,11 +332,15 @@ def cheapest(query: PlacementQuery) -> Way | None:
     if query.demand.embeds:
         return _cheapest_alone(query, prefills or decodes, False)
     pair = _cheapest_pair(query, prefills, decodes)
+    if query.may_stay and pair is not None:
+        stay = _cheapest_alone(query, [cost for cost in prefills if cost.candidate.lack is None], False)
+        is_crowded = all(takes_no_stream(cost.candidate) for cost in decodes) or is_close(query, pair)
+        if is_crowded and stay is not None and is_quicker(query, stay, pair):
+            return replace(stay, reason=STAYS)
     alone = _cheapest_alone(query, decodes or prefills, pair is not None)
     if pair is None or alone is None:
         return pair or alone
-    pair_key, alone_key = key_of(query, pair.terms), key_of(query, alone.terms)
-    return alone if alone_key < pair_key else pair
+    return alone if alone.key(query) < pair.key(query) else pair
 
 
 def alternative_ways(query: PlacementQuery, way: Way) -> list[PlacementWay]:
@@ -272,13 +349,14 @@ def alternative_ways(query: PlacementQuery, way: Way) -> list[PlacementWay]:
     decodes = [cost for cost in query.costs if cost.node.role is Role.DECODE]
     if query.demand.embeds:
         return sorted(map(query.alone_terms, prefills or decodes), key=lambda terms: terms.total_ms)
-    prefill = way.prefill or (_cheapest_pair(query, prefills, decodes) or way).prefill
-    decode = way.decode
+    pair = way if way.prefill is not None else _cheapest_pair(query, prefills, decodes) or way
+    prefill, decode = pair.prefill, pair.decode if way.reason is STAYS else way.decode
     pairs = {(cost.node.node_id, decode.node.node_id): (cost, decode) for cost in prefills}
     if prefill is not None:
         pairs |= {(prefill.node.node_id, cost.node.node_id): (prefill, cost) for cost in decodes}
     ways = [query.pair_terms(p, d) for p, d in pairs.values() if p.kv_format.fits(d.kv_format)]
     ways += [query.alone_terms(cost) for cost in decodes or prefills]
+    ways += [way.terms] if way.reason is STAYS else []
     return sorted(ways, key=lambda terms: terms.total_ms)
 
 
@@ -287,13 +365,6 @@ def _allowed(query: PlacementQuery, role: Role) -> list[NodeCosts]:
     if not query.passed_over:
         return able
     return [cost for cost in able if cost.node.incarnation not in query.passed_over] or able
-
-
-def key_of(query: PlacementQuery, terms: PlacementWay) -> tuple[int, float]:
-    """The key by which ways are compared: how many targets of the service level are missed, then the cost."""
-    level = query.level
-    missed = (terms.first_token_ms > level.first_token_ms) + (terms.token_ms > level.token_ms)
-    return missed, terms.total_ms
 
 
 def _cheapest_pair(query: PlacementQuery, prefills: Sequence[NodeCosts], decodes: Sequence[NodeCosts]) -> Way | None:
@@ -333,7 +404,7 @@ def _cheapest_alone(query: PlacementQuery, nodes: Sequence[NodeCosts], has_pair:
     return Way(None, node, query.alone_terms(node), CHEAPER_ALONE if has_pair else None)
 
 
-# The keys below are like `key_of`, for the part of a way that depends on one node. `PlacementWay` has the parts of the
+# The keys below are like `Way.key`, for the part of a way that depends on one node. `PlacementWay` has the parts of the
 # same sums, and `cost_table` computes them for all nodes at once.
 
 
@@ -349,8 +420,9 @@ def _prefill_keys(query: PlacementQuery, costs: Sequence[NodeCosts]) -> list[tup
     most_ms, work = query.level.first_token_ms, 1 + WORK_SHARE
     return [
         (
-            cost.queue_ms + (work_ms := -(-left // cost.chunk) * cost.step_ms + left * cost.token_ms) > most_ms,
-            cost.queue_ms + work * work_ms,
+            (cost.queue_ms + (work_ms := -(-left // cost.chunk) * cost.step_ms + left * cost.token_ms) > most_ms)
+            + (cost.streams > 0.0 and cost.pace_ms(left * cost.token_ms, query.now) > query.level.token_ms),
+            cost.queue_ms + work * work_ms + cost.streams * cost.token_ms * left,
         )
         for cost, left in zip(costs, _uncached(query, costs), strict=True)
     ]
@@ -362,7 +434,7 @@ def _decode_keys(
     most_ms, outputs = query.level.token_ms, query.output_tokens
     return [
         (
-            cost.decode_ms > most_ms,
+            most_ms < math.inf and cost.pace_ms(0.0, query.now) > most_ms,
             outputs * cost.decode_ms
             + HANDOFF_MS
             + max(min(left, last_chunk) * cost.kv_token_ms, left * cost.kv_token_ms - prefill_ms),
@@ -376,7 +448,7 @@ def _alone_keys(query: PlacementQuery, costs: Sequence[NodeCosts]) -> list[tuple
     return [
         (
             (cost.queue_ms + (work_ms := cost.prefill_ms(left)) > level.first_token_ms)
-            + (cost.decode_ms > level.token_ms),
+            + 2 * (level.token_ms < math.inf and cost.pace_ms(left * cost.token_ms, query.now) > level.token_ms),
             cost.queue_ms + (1 + WORK_SHARE) * work_ms + cost.streams * cost.token_ms * left + outputs * cost.decode_ms,
         )
         for cost, left in zip(costs, _uncached(query, costs), strict=True)

@@ -21,6 +21,7 @@ from baton.messages.node import Role
 from router.placement.cache_view import KeyScheme, key_scheme_of
 from router.placement.cost_model import (
     HANDOFF_MS,
+    LEAST_LEFT,
     SAME_MS,
     SAME_SHARE,
     WORK_SHARE,
@@ -28,11 +29,13 @@ from router.placement.cost_model import (
     PlacementQuery,
     Way,
     chunk_of,
-    key_of,
+    is_close,
+    is_quicker,
     share_grows_at,
+    takes_no_stream,
 )
 from router.placement.placement import Candidate, Candidates, Demand, NodeSize, Origin, size_of
-from router.placement.reasons import CHEAPER_ALONE, CHEAPEST_PAIR
+from router.placement.reasons import CHEAPER_ALONE, CHEAPEST_PAIR, STAYS, Reason
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -78,12 +81,13 @@ class CostTable:
         self._make_columns(0)
 
     def _make_columns(self, count: int) -> None:
-        self._terms = np.zeros((6, count))
+        self._terms = np.zeros((10, count))
         self._queue_ms, self._step_ms, self._token_ms = self._terms[:3]
-        self._streams, self._decode_ms, self._kv_token_ms = self._terms[3:]
+        self._streams, self._decode_ms, self._kv_token_ms = self._terms[3:6]
+        self._worked_ms, self._worked_at, self._waiting_ms, self._stream_ms = self._terms[6:]
         self._chunk, self._order = np.ones(count, np.int64), np.zeros(count, np.int64)
         self._rank, self._kind, self._size = (np.zeros(count, np.int64) for _ in range(3))
-        self._full, self._left_out = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+        self._full, self._left_out, self._no_stream = (np.zeros(count, np.bool_) for _ in range(3))
         self._version = np.zeros(count, np.int64)
 
     # --- keeping the rows up to date ---
@@ -143,6 +147,7 @@ class CostTable:
     def _note_candidate(self, row: int, candidate: Candidate) -> None:
         self._of_row[row] = candidate
         self._full[row], self._left_out[row] = candidate.lack is not None, candidate.is_left_out
+        self._no_stream[row] = takes_no_stream(candidate)
         self._order[row] = candidate.last_chosen << _RANK_BITS | int(self._rank[row])
         self._stale.add(row)
 
@@ -169,6 +174,10 @@ class CostTable:
                 costs.streams,
                 costs.decode_ms,
                 costs.kv_token_ms,
+                costs.worked_ms,
+                costs.worked_at,
+                costs.waiting_ms,
+                costs.stream_ms,
             )
             if costs.share < 1.0:
                 self._young.set(row, share_grows_at(candidate.attached_at, now))
@@ -244,13 +253,23 @@ class CostTable:
         has_prefills = _any(able, prefills)
         has_decodes = _any(able, decodes)
         if query.demand.embeds:
-            return self._cheapest_alone(query, prefills if has_prefills else decodes, able, has_pair=False)
+            return self._cheapest_alone(query, prefills if has_prefills else decodes, able, None)
         pair = self._cheapest_pair(query, prefills, decodes, able) if has_prefills and has_decodes else None
+        if query.may_stay and pair is not None and self._is_crowded(query, pair, decodes, able):
+            with_room = ~self._full if able is None else able & ~self._full
+            stay = self._cheapest_alone(query, prefills, with_room, STAYS)
+            if stay is not None and is_quicker(query, stay, pair):
+                return stay
         alone_on = decodes if has_decodes else prefills
-        alone = self._cheapest_alone(query, alone_on, able, has_pair=pair is not None)
+        alone = self._cheapest_alone(query, alone_on, able, None if pair is None else CHEAPER_ALONE)
         if pair is None or alone is None:
             return pair or alone
-        return alone if key_of(query, alone.terms) < key_of(query, pair.terms) else pair
+        return alone if alone.key(query) < pair.key(query) else pair
+
+    def _is_crowded(self, query: PlacementQuery, pair: Way, decodes: slice, able: RowMask) -> bool:
+        """Whether the decode nodes have no room for another stream, or one there would be close to its target."""
+        no_stream = self._no_stream[decodes] if able is None else self._no_stream[decodes][able[decodes]]
+        return bool(no_stream.all()) or is_close(query, pair)
 
     def _not_passed_over(self, passed_over: Set[str], able: RowMask) -> RowMask:
         rows = self._rows_with(passed_over) if passed_over else ()
@@ -271,7 +290,14 @@ class CostTable:
         work_ms = self._work_ms(left, prefills)
         queue_ms, most_ms = self._queue_ms[prefills], query.level.first_token_ms
         missed = (queue_ms + work_ms > most_ms).astype(np.int64) if most_ms < np.inf else None
-        row = self._best(prefills, queue_ms + work_ms * (1 + WORK_SHARE), missed, able_prefills)
+        cost, streams = queue_ms + work_ms * (1 + WORK_SHARE), self._streams[prefills]
+        if streams.any():
+            cost += streams * self._token_ms[prefills] * left
+            if query.level.token_ms < np.inf:
+                pace_ms = self._pace_ms(prefills, self._token_ms[prefills] * left, query.now)
+                slows = (streams > 0.0) & (pace_ms > query.level.token_ms)
+                missed = slows.astype(np.int64) if missed is None else missed + slows
+        row = self._best(prefills, cost, missed, able_prefills)
         if row is None:
             return None
         prefill = self._costs[row]
@@ -285,9 +311,9 @@ class CostTable:
         last_chunk, prefill_ms = min(uncached, prefill.chunk), prefill.prefill_ms(uncached)
         to_move, kv_token_ms = self._uncached(query, decodes, at_least=0), self._kv_token_ms[decodes]
         decode_ms, most_ms = self._decode_ms[decodes], query.level.token_ms
+        missed = (self._pace_ms(decodes, 0.0, query.now) > most_ms).astype(np.int64) if most_ms < np.inf else None
         least = min(to_move, last_chunk) if isinstance(to_move, int) else np.minimum(to_move, last_chunk)
         handoff_ms = np.maximum(kv_token_ms * least, kv_token_ms * to_move - prefill_ms)
-        missed = (decode_ms > most_ms).astype(np.int64) if most_ms < np.inf else None
         row = self._best(decodes, decode_ms * query.output_tokens + HANDOFF_MS + handoff_ms, missed, able_decodes)
         assert row is not None  # there is one that fits the prefill node
         decode = self._costs[row]
@@ -312,9 +338,10 @@ class CostTable:
                     left[row] = False
         return left if left.any() else able
 
-    def _cheapest_alone(self, query: PlacementQuery, rows: slice, able: RowMask, *, has_pair: bool) -> Way | None:
+    def _cheapest_alone(self, query: PlacementQuery, rows: slice, able: RowMask, reason: Reason | None) -> Way | None:
+        """The cheapest of these nodes for all of a request. `reason`: None if there is no pair to compare with."""
         able_rows, left = _part(able, rows), self._uncached(query, rows)
-        if has_pair:
+        if reason is CHEAPER_ALONE:
             most = query.alone_tokens
             if isinstance(left, int):
                 if left > most:
@@ -325,15 +352,26 @@ class CostTable:
         work_ms = self._work_ms(left, rows)
         queue_ms, decode_ms, level = self._queue_ms[rows], self._decode_ms[rows], query.level
         missed = None
-        if min(level.first_token_ms, level.token_ms) < np.inf:
-            missed = (queue_ms + work_ms > level.first_token_ms).astype(np.int64) + (decode_ms > level.token_ms)
+        if level.first_token_ms < np.inf:
+            missed = (queue_ms + work_ms > level.first_token_ms).astype(np.int64)
+        if level.token_ms < np.inf:
+            slows = (self._pace_ms(rows, self._token_ms[rows] * left, query.now) > level.token_ms) * 2
+            missed = slows if missed is None else missed + slows
         stall_ms = self._streams[rows] * self._token_ms[rows] * left
         cost = queue_ms + work_ms * (1 + WORK_SHARE) + stall_ms + decode_ms * query.output_tokens
         row = self._best(rows, cost, missed, able_rows)
         if row is None:
             return None
         costs = self._costs[row]
-        return Way(None, costs, query.alone_terms(costs), CHEAPER_ALONE if has_pair else None)
+        return Way(None, costs, query.alone_terms(costs), reason)
+
+    def _pace_ms(self, rows: slice, more_ms: Floats | float, now: float) -> Floats:
+        """The time per output token on each node with so much more of its time for prompts: `NodeCosts.pace_ms`."""
+        stream_ms = self._stream_ms[rows]
+        worked_ms = self._worked_ms[rows] * np.exp((self._worked_at[rows] - now) * 1e3 / stream_ms)
+        share = (worked_ms + self._waiting_ms[rows] + more_ms) / stream_ms
+        pace_ms: Floats = self._decode_ms[rows] / np.maximum(LEAST_LEFT, 1.0 - share)
+        return pace_ms
 
     def _uncached(self, query: PlacementQuery, rows: slice, at_least: int = 1) -> Ints | int:
         """The prompt tokens that each node has to compute, or to read; one number if no node has any cached."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from baton.messages.node import NodeDescription, StageTimings, StepFigures
 from baton.messages.node_model import ONE_RANK, NodeShape
+from baton.values import value
 from router.placement.rates import AT_ONCE, GUESS, StepLearner, StepRates, TransferLearner
 
 
@@ -50,6 +52,8 @@ class ComputeClass:
         )
 
 
+STREAM_TOKENS = 128
+"""The tokens of a usual stream: for so many steps a node's work on prompts counts as slowing its streams."""
 _CLASS_SHARE = 8
 """One in so many steps contributes to the rates of its node's class."""
 _MAX_CLASSES = 64
@@ -63,14 +67,39 @@ _UNKNOWN = ComputeClass()
 """The class of a node that was never attached."""
 
 
+@value(frozen=True, slots=True)
+class MixedWork:
+    """What a node that computes prompts beside its streams has reported of both."""
+
+    sequences: int = 0
+    """Sequences that decoded in its last step."""
+    context_tokens: int = 0
+    """The tokens before theirs."""
+    prompt_ms: float = 0.0
+    """The time that prompts have taken of late at `at`; what lies back by a stream's duration counts for 1/e of it."""
+    at: float = 0.0
+
+
+NO_WORK = MixedWork()
+
+
 class _Node:
     """The rates of one node, and when it reported steps last."""
 
     def __init__(self, prior: StepRates) -> None:
         self.learner = StepLearner(prior)
         self.step_at = self.prompt_at = 0.0
+        self.work = NO_WORK
         self._blended: tuple[StepRates, StepRates, int, int, StepRates] | None = None
         """The four inputs of `blended_with`, and its result for them."""
+
+    def note_work(self, step: StepFigures, now: float) -> None:
+        """Count the time that the prompts of a step have taken."""
+        rates, work = self.learner.rates, self.work
+        sequences, context = step.decode_sequences, step.decode_context_tokens
+        stream_ms = STREAM_TOKENS * rates.overhead_ms(sequences, context)
+        prompt_ms = work.prompt_ms * decay((now - work.at) * 1e3, stream_ms) + step.prefill_tokens * rates.token_ms
+        self.work = MixedWork(sequences, context, prompt_ms, now)
 
     def blended_with(self, others: StepRates, now: float) -> StepRates:
         """The node's own rates as far as they are fresh, blended with those of its class."""
@@ -178,6 +207,7 @@ class FleetRates:
         if node is None:
             node = self._nodes[incarnation] = _Node(its_class.rates)
         node.learner.observe(step)
+        node.note_work(step, now)
         node.step_at = now
         if step.prefill_tokens:
             node.prompt_at = now
@@ -202,6 +232,11 @@ class FleetRates:
         node = self._nodes.get(incarnation)
         return its_class.rates if node is None else node.blended_with(its_class.rates, now)
 
+    def work(self, incarnation: str) -> MixedWork:
+        """What a node has reported of its latest steps."""
+        node = self._nodes.get(incarnation)
+        return NO_WORK if node is None else node.work
+
     def ms_per_byte(self, incarnation: str, now: float) -> float:
         """The time per byte of transfers into a node, in milliseconds."""
         fleet = self._fleet_transfer.ms_per_byte
@@ -209,6 +244,11 @@ class FleetRates:
             return fleet
         learner, at = self._transfers[incarnation]
         return _between(fleet, learner.ms_per_byte, _freshness(now - at))
+
+
+def decay(age_ms: float, duration_ms: float) -> float:
+    """The share that is left of work after `age_ms`: 1/e after the duration."""
+    return math.exp(-age_ms / duration_ms) if duration_ms > 0.0 else 0.0
 
 
 def _freshness(age_s: float) -> float:

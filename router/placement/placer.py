@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import enum
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from baton.errors import BatonError, NoCapacity
 from baton.messages.ids import Peer
@@ -53,6 +54,8 @@ from router.placement.reasons import ADOPTED
 
 ALONE_TOKENS = 512
 _ENCODES = frozenset((Capability.IMAGE, Capability.TRANSCRIBE))
+_FIRST_TOKEN_MARGIN = 0.9
+"""A first token is to be predicted within this share of the asked-for time."""
 _JUDGE_EVERY_S = 0.05
 """At most one decision in so many seconds is judged, since that costs as much as a placement."""
 
@@ -72,8 +75,11 @@ class PlacementSettings:
     policy: Policy = Policy.COST
     require_disaggregation: bool = False
     """Whether requests are served by pairs of nodes only."""
-    alone_tokens: int = ALONE_TOKENS
-    """A decode node computes at most so many tokens of a prompt while there are prefill nodes (policy COST)."""
+    alone_tokens: int | None = None
+    """A decode node computes at most so many tokens of a prompt while there are prefill nodes (policy COST). None:
+    `ALONE_TOKENS` for requests without a target of their time per token, else any number that keeps the target."""
+    target: ServiceLevel = field(default_factory=ServiceLevel)
+    """What ways are compared with for requests that name no service level; no request is refused for it."""
 
 
 @dataclass(slots=True)
@@ -344,7 +350,7 @@ class Placer:
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
             prompt = self._prompts[request.request_id] = self._prompt_keys(request)
-        costs = self._table.costs(able)
+        costs, level = self._table.costs(able), _level(request, waited_s, self._settings.target)
         # A prompt is computed as a whole if its log-probabilities are wanted, or all of its hidden states.
         takes_all_rows = request.pooling is not None and request.pooling.takes_all_rows
         uses_cache = request.sampling_params.prompt_logprobs is None and not takes_all_rows
@@ -352,11 +358,29 @@ class Placer:
             demand=demand,
             costs=costs,
             cached=self._caches.cached_by_scheme(prompt, self._table.key_schemes) if uses_cache else {},
-            level=_level(request, waited_s),
-            alone_tokens=0 if self._settings.require_disaggregation else self._settings.alone_tokens,
+            level=level,
+            alone_tokens=self._alone_tokens(level),
+            now=now,
+            may_stay=self._may_stay(demand, level),
             passed_over=self._passed_over(costs, now),
             pairs_passed_over=self._pairs.not_allowed(now),
         )
+
+    def _alone_tokens(self, level: ServiceLevel) -> int:
+        """How many tokens of a prompt a decode node may compute while there are prefill nodes."""
+        if self._settings.require_disaggregation:
+            return 0
+        if self._settings.alone_tokens is not None:
+            return self._settings.alone_tokens
+        return ALONE_TOKENS if level.token_ms == math.inf else sys.maxsize
+
+    def _may_stay(self, demand: Demand, level: ServiceLevel) -> bool:
+        """Whether a prefill node may decode the request: not while nothing says which pace is too slow for its streams.
+
+        Nor may one continue a stream that has begun, which may be that of a single node.
+        """
+        has_target = level.token_ms < math.inf and not self._settings.require_disaggregation
+        return has_target and not demand.embeds and demand.origin is None
 
     def _holders(self, request: ValidRequest, node: NodeDescription) -> Sequence[tuple[str, Peer]]:
         """The contents of which this node has no rows, each with the least loaded node that has and makes the same."""
@@ -384,6 +408,7 @@ class Placer:
             prefills_only=prefills_only,
             known_kv_format=self._kv_formats.get(incarnation)
             or self._kv_formats.setdefault(incarnation, KVFormat.of(candidate.node)),
+            work=self._rates.work(incarnation),
         )
 
     def _passed_over(self, costs: Sequence[NodeCosts], now: float) -> Set[str]:
@@ -448,7 +473,10 @@ class Placer:
         incarnation = costs.node.incarnation
         rates, ms_per_byte = self._rates.steps(incarnation, now), self._rates.ms_per_byte(incarnation, now)
         is_prefill = costs.node.role is Role.PREFILL
-        return node_costs(costs.candidate, costs.pending_tokens, rates, ms_per_byte, prefills_only=is_prefill)
+        work = self._rates.work(incarnation)
+        return node_costs(
+            costs.candidate, costs.pending_tokens, rates, ms_per_byte, prefills_only=is_prefill, work=work
+        )
 
     def _explain(self, decision: Decision, now: float) -> Explanation:
         if decision.query is None or decision.way is None:
@@ -479,9 +507,8 @@ def _incarnations(placement: Placement) -> tuple[str, ...]:
     return (decode.incarnation,) if prefill is None else (prefill.incarnation, decode.incarnation)
 
 
-def _level(request: ValidRequest, waited_s: float) -> ServiceLevel:
-    first, per_token = request.ttft_slo_ms, request.tpot_slo_ms
-    return ServiceLevel(
-        first_token_ms=math.inf if first is None else first - waited_s * 1e3,
-        token_ms=math.inf if per_token is None else per_token,
-    )
+def _level(request: ValidRequest, waited_s: float, target: ServiceLevel) -> ServiceLevel:
+    """The times with which ways are compared."""
+    first = target.first_token_ms if request.ttft_slo_ms is None else request.ttft_slo_ms
+    per_token = target.token_ms if request.tpot_slo_ms is None else request.tpot_slo_ms
+    return ServiceLevel(first * _FIRST_TOKEN_MARGIN - waited_s * 1e3, per_token)

@@ -147,6 +147,12 @@ class SimulationConfig:
     steps_ahead: Annotated[
         int, Flag("Steps for which a node may have tokens of prompts before more requests wait at the router.", min=1)
     ] = DEFAULT_RULES.steps_ahead
+    target_ttft_ms: Annotated[
+        float, Flag("Time to first token that the router aims at. Default: none.", "--default-ttft-ms", min=0.001)
+    ] = math.inf
+    target_tpot_ms: Annotated[
+        float, Flag("Time per token that the router aims at. Default: none.", "--default-tpot-ms", min=0.001)
+    ] = math.inf
     nic_bytes_per_s: Annotated[
         float,
         Flag(

@@ -20,7 +20,8 @@ from baton.bench.simulator.router import MODEL, FirstTokenParts, SimulatedRouter
 from baton.bench.workloads.workload import WorkloadRequest
 from baton.errors import BatonError
 from baton.messages.node import NodeDescription, Role
-from router.placement.placer import ALONE_TOKENS, PlacementSettings
+from router.placement.cost_model import ServiceLevel
+from router.placement.placer import PlacementSettings
 
 
 @dataclass(slots=True)
@@ -74,7 +75,7 @@ class Simulation:
         self._handoffs = HandOffs(self.timeline, self._network, config.sizes.kv_bytes_per_token)
         settings = PlacementSettings(
             require_disaggregation=bool(config.arrangement.prefill) and not config.arrangement.is_conditional,
-            alone_tokens=ALONE_TOKENS,
+            target=ServiceLevel(config.target_ttft_ms, config.target_tpot_ms),
         )
         self.router = SimulatedRouter(
             self.timeline,
@@ -266,7 +267,7 @@ def _describe(node_id: str, role: Role, run: int, sizes: NodeSizes) -> NodeDescr
         kv_layout=MODEL,
         block_bytes=round(sizes.kv_bytes_per_token * sizes.block_size),
         max_num_seqs=sizes.max_num_seqs,
-        max_num_batched_tokens=max(sizes.max_num_batched_tokens, sizes.max_num_seqs),
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
         tp=sizes.shape.tp,
         pp=sizes.shape.pp,
     )

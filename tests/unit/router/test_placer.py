@@ -65,7 +65,7 @@ class Fleet:
         self.attach(nodes, 0.0)
         self.now = 1000.0
         for node in nodes:
-            for tokens, sequences in ((512, 0), (64, 0), (0, 4), (0, 16), (256, 8)) * 20:
+            for tokens, sequences in ((0, 4), (0, 16), (256, 8), (512, 0), (64, 0)) * 20:
                 self.step(node.node_id, tokens, sequences)
             self.load(node.node_id)
 

@@ -102,6 +102,9 @@ def _node_flags(config: UpConfig, role: str, index: int, number: int) -> dict[st
         "--tp": config.prefill_tp if prefills else config.decode_tp,
         "--pp": config.prefill_pp if prefills else config.decode_pp,
         "--block-size": config.prefill_block_size if prefills else config.decode_block_size,
+        "--max-num-batched-tokens": (
+            config.prefill_max_num_batched_tokens if prefills else config.decode_max_num_batched_tokens
+        ),
     }
     hosts = config.prefill_hosts if prefills else config.decode_hosts
     if hosts > 1:

@@ -31,7 +31,7 @@ from baton.errors import (
 from baton.messages.generation import PromptLogprobs
 from baton.messages.ids import AttemptKey, unscoped
 from baton.messages.node import NodeDescription, RequestDelta, StepReport, WatchKVCache
-from baton.messages.operator import QueuePlace, TenantRow
+from baton.messages.operator import QueuePlace, TenantRows
 from baton.observe.logs import of_attempt
 from router.admission.admission import ServiceClass, Ticket
 from router.admission.exchange import LedgerExchange
@@ -176,12 +176,12 @@ class LiveRequests:
         active = self._active.get(request_id)
         return None if active is None else self._waiting.queue_place(active)
 
-    def tenant_rows(self) -> list[TenantRow]:
-        """A row for each tenant, those first that were served most in the last minute."""
+    def tenant_rows(self, limit: int) -> TenantRows:
+        """What was done for each tenant, at most `limit` of them; 0: all."""
         running, waiting = Counter[str](), Counter[str]()
         for active in self._active.values():
             (running if active.wanted is None else waiting)[active.tenant] += 1
-        return self.tenants.rows(running, waiting, self._timers.monotonic())
+        return self.tenants.rows(running, waiting, self._timers.monotonic(), limit)
 
     @property
     def num_live_tokens(self) -> int:

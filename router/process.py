@@ -71,7 +71,7 @@ from router.operations.adapters import ClusterAdapters
 from router.operations.cluster_events import EventRing
 from router.operations.idle_collector import CONNECTIONS_LIKE_A_REQUEST, IdleCollector
 from router.operations.live_history import SAMPLE_EVERY_S, LiveHistory, LiveTotals, buckets_of, router_totals
-from router.operations.live_page import MAX_REMEMBERED, MAX_RUNNING, live_page_data
+from router.operations.live_page import MAX_REMEMBERED, MAX_RUNNING, MAX_TENANTS, live_page_data
 from router.operations.metrics import connection_figures, figures
 from router.operations.operator_handler import OperatorHandler
 from router.operations.steering import Steering
@@ -253,7 +253,7 @@ class _Operators:
             handler.ended(MAX_REMEMBERED),
             self.events.after(0),
             own.name,
-            self._core.requests.tenant_rows(),
+            self._core.requests.tenant_rows(MAX_TENANTS),
         )
         return json.dumps(data, separators=(",", ":")).encode()
 

@@ -91,7 +91,7 @@ class WaitingRoom:
                 for each in ServiceClass
             }
         )
-        self.tenants = TenantFigures(self._standing)
+        self.tenants = TenantFigures(self._lag)
         self._unplaceable: dict[ActiveRequest, None] = {}
         """Requests that were placed before, and wait for a node of their version that is large enough and has their
         adapter. They are in no queue: room on other nodes does not help them, and they must not hold up others."""
@@ -134,15 +134,14 @@ class WaitingRoom:
         payer, ledger = self._line(active).ledger(active)
         return ledger.standing(payer)
 
-    def _standing(self, tenant: str) -> tuple[float, float]:
-        """A tenant's weight and the largest of its lags."""
-        found = []
+    def _lag(self, tenant: str) -> float:
+        """The largest of a tenant's lags in any ledger."""
+        lags = []
         for line in (self._text, self._embeddings):
             for each in ServiceClass:
                 payer, service_class = line.share(tenant, each)
-                ledger = line.queue.ledger(service_class)
-                found.append((ledger.lag(payer), ledger.weight(payer)))
-        return max(weight for _, weight in found), max(lag for lag, _ in found)
+                lags.append(line.queue.ledger(service_class).lag(payer))
+        return max(lags)
 
     def _check_capable(self, active: ActiveRequest, place: Place) -> None:
         """Refuse a new request if nodes are up and none can do what it needs: that won't change soon.
@@ -265,7 +264,8 @@ class WaitingRoom:
         payer, ledger = line.ledger(active)
         active.charge = ledger.charge(payer, num_prompt, most_output, active.num_computed)
         now = self._timers.monotonic()
-        self.tenants.placed(active.tenant, active.service_class.name.lower(), at - active.started, now)
+        service_class, weight = active.service_class.name.lower(), ledger.weight(payer)
+        self.tenants.placed(active.tenant, service_class, weight, at - active.started, now)
 
     def end(self, active: ActiveRequest) -> None:
         """Forget a request whose client has everything, or has left. Idempotent."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 
-from baton.messages.operator import TenantRow
+from baton.messages.operator import TenantRow, TenantRows
 from baton.observe.metrics import FIRST_TOKEN_BUCKETS_S, Distribution, Figure, Histogram
 
 MAX_LABELS = 50
@@ -51,10 +51,11 @@ class _Slot:
 class _Record:
     """What is known of a tenant."""
 
-    __slots__ = ("displaced", "refused", "served", "service_class", "slots")
+    __slots__ = ("displaced", "refused", "served", "service_class", "slots", "weight")
 
     def __init__(self) -> None:
         self.service_class = ""
+        self.weight = 1.0
         self.served = 0.0
         self.displaced = 0
         self.refused = 0
@@ -66,6 +67,17 @@ class _Record:
             self.slots.append(_Slot(number))
         return self.slots[-1]
 
+    def last_minute(self, now: float) -> _Slot:
+        """The sums of the last minute."""
+        oldest, sums = int(now // _SLOT_S) - _NUM_SLOTS, _Slot(0)
+        for slot in reversed(self.slots):
+            if slot.number <= oldest:
+                break
+            sums.served += slot.served
+            sums.placed += slot.placed
+            sums.waited_s += slot.waited_s
+        return sums
+
 
 class TenantFigures:
     """The figures of the tenants of one router. Seconds are those of the router's clock; tokens are those of a ledger.
@@ -73,10 +85,10 @@ class TenantFigures:
     Metrics leave out requests without a tenant: where there are no keys, the router's own metrics are those.
     """
 
-    def __init__(self, standing: Callable[[str], tuple[float, float]]) -> None:
-        """`standing`: a tenant's weight, and how far its counter is ahead of the virtual time."""
+    def __init__(self, lag: Callable[[str], float]) -> None:
+        """`lag`: how far a tenant's counter is ahead of the virtual time."""
         self.labels = TenantLabels()
-        self._standing = standing
+        self._lag = lag
         self._records: OrderedDict[str, _Record] = OrderedDict()
         """By tenant, the one that was heard of last at the end."""
         self._served: Counter[str] = Counter()
@@ -84,10 +96,10 @@ class TenantFigures:
         self._displaced: Counter[str] = Counter()
         self._waits: dict[str, Histogram] = {}
 
-    def placed(self, tenant: str, service_class: str, waited_s: float, now: float) -> None:
-        """A request got nodes for the first time."""
+    def placed(self, tenant: str, service_class: str, weight: float, waited_s: float, now: float) -> None:
+        """A request got nodes for the first time. `weight`: the tenant's."""
         record = self._record(tenant)
-        record.service_class = service_class
+        record.service_class, record.weight = service_class, weight
         slot = record.slot(now)
         slot.placed += 1
         slot.waited_s += waited_s
@@ -112,31 +124,34 @@ class TenantFigures:
         """A request was turned away before it had a token, for want of room or time."""
         self._record(tenant).refused += 1
 
-    def rows(self, running: Mapping[str, int], waiting: Mapping[str, int], now: float) -> list[TenantRow]:
-        """A row for each tenant, those first that got most in the last minute. The mappings: requests, by tenant."""
+    def rows(self, running: Mapping[str, int], waiting: Mapping[str, int], now: float, limit: int = 0) -> TenantRows:
+        """At most `limit` tenants, 0: all. The mappings: live requests, by tenant."""
         for tenant in (*running, *waiting):
             self._record(tenant)
-        oldest = now // _SLOT_S - _NUM_SLOTS
+        recent = {tenant: record.last_minute(now) for tenant, record in self._records.items()}
+
+        def place(tenant: str) -> tuple[float, int, int, str]:
+            return (-recent[tenant].served, -waiting.get(tenant, 0), -running.get(tenant, 0), tenant)
+
         rows = []
-        for tenant, record in self._records.items():
-            recent = [slot for slot in record.slots if slot.number > oldest]
-            weight, lag = self._standing(tenant)
+        for tenant in sorted(self._records, key=place)[: limit or None]:
+            record = self._records[tenant]
             row = TenantRow(
                 tenant=tenant,
                 service_class=record.service_class,
-                weight=weight,
+                weight=record.weight,
                 running=running.get(tenant, 0),
                 waiting=waiting.get(tenant, 0),
                 served_tokens=record.served,
-                served_last_minute=sum(slot.served for slot in recent),
-                placed_last_minute=sum(slot.placed for slot in recent),
-                waited_s_last_minute=sum(slot.waited_s for slot in recent),
-                lag_tokens=lag,
+                served_last_minute=recent[tenant].served,
+                placed_last_minute=recent[tenant].placed,
+                waited_s_last_minute=recent[tenant].waited_s,
+                lag_tokens=self._lag(tenant),
                 displaced=record.displaced,
                 refused=record.refused,
             )
             rows.append(row)
-        return sorted(rows, key=lambda row: (-row.served_last_minute, -row.waiting, -row.running, row.tenant))
+        return TenantRows(rows, sum(each.served for each in recent.values()))
 
     def figures(self) -> Iterator[Figure | Distribution]:
         """The metrics, by tenant."""
@@ -151,7 +166,7 @@ class TenantFigures:
         text = "How far the tenant is ahead of the waiting tenant that got least, in tokens for a weight of 1."
         for label in labels:
             if label != OTHERS:
-                yield Figure("tenant_lag_tokens", text, self._standing(label)[1], {"tenant": label})
+                yield Figure("tenant_lag_tokens", text, self._lag(label), {"tenant": label})
         text = "What requests of the tenant waited at the router until a node was found."
         for label, histogram in sorted(self._waits.items()):
             yield histogram.now("tenant_queue_seconds", text, {"tenant": label})

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from baton.messages.operator import ClusterEvent, ClusterStatus, NodeStatus, RequestRow, TenantRow
+from baton.messages.operator import ClusterEvent, ClusterStatus, NodeStatus, RequestRow, TenantRows
 from router.operations.live_history import LiveHistory
 
 MAX_RUNNING = 40
@@ -29,10 +29,10 @@ def live_page_data(
     ended: Iterable[RequestRow],
     events: Iterable[ClusterEvent],
     router: str,
-    tenants: Sequence[TenantRow] = (),
+    tenants: TenantRows,
 ) -> dict[str, Any]:
     """The data. `running`: the latest of this router's `num_running` requests, the latest first, as are `ended`;
-    `events`: the oldest first; `tenants`: those first that got most from this router.
+    `events`: the oldest first; `tenants`: at this router.
     """
     over = list(ended)
     figures = {row.pop("incarnation"): row for row in history.routers()}
@@ -128,10 +128,9 @@ def _pairs(rows: Iterable[RequestRow]) -> list[dict[str, Any]]:
     ]
 
 
-def _tenants(rows: Sequence[TenantRow]) -> list[dict[str, Any]]:
+def _tenants(tenants: TenantRows) -> list[dict[str, Any]]:
     """The tenants' shares of the last minute, and how long their requests waited on average, in milliseconds."""
-    served = sum(row.served_last_minute for row in rows)
-    active = [row for row in rows if row.tenant and (row.running or row.waiting or row.placed_last_minute)]
+    served = tenants.served_last_minute
     return [
         {
             "name": row.tenant,
@@ -144,7 +143,8 @@ def _tenants(rows: Sequence[TenantRow]) -> list[dict[str, Any]]:
             if row.placed_last_minute
             else None,
         }
-        for row in active[:MAX_TENANTS]
+        for row in tenants.tenants
+        if row.tenant and (row.running or row.waiting or row.placed_last_minute)
     ]
 
 

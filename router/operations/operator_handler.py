@@ -194,8 +194,7 @@ class OperatorHandler:
 
     def tenants(self, limit: int) -> TenantRows:
         """What this router has done for each tenant."""
-        rows = self._dispatcher.requests.tenant_rows()
-        return TenantRows(rows[: limit or None], sum(row.served_last_minute for row in rows))
+        return self._dispatcher.requests.tenant_rows(limit)
 
     def explain(self, request_id: str) -> RequestExplanation:
         """Why a request was placed as it was, or waits; raises RequestNotFound if it is unknown or too long ago."""

@@ -200,8 +200,8 @@ async def _check_every_process(tmp_path: Path) -> None:
         render(failure_figures({("p", TransferCause.LEASE_LOST): 1}), dict.fromkeys(OF_A_PROCESS, "")).decode()
     )
     # And these if there are keys.
-    tenants = TenantFigures(lambda tenant: (1.0, 0.0))
-    tenants.placed("t", "normal", 0.0, 0.0)
+    tenants = TenantFigures(lambda tenant: 0.0)
+    tenants.placed("t", "normal", 1.0, 0.0, 0.0)
     of_tenants = parse_metrics(render(tenants.figures(), dict.fromkeys(OF_A_PROCESS, "")).decode())
     pages = {
         "router": router,

@@ -93,7 +93,7 @@ def tenant_shares(answers: Sequence[TenantRows]) -> list[TenantShare]:
         merged = TenantRow(
             tenant=tenant,
             service_class=",".join(sorted({row.service_class for row in rows if row.service_class})),
-            weight=max(row.weight for row in rows),
+            weight=max((row.weight for row in rows if row.service_class), default=1.0),
             lag_tokens=max(row.lag_tokens for row in rows),
             **sums,
         )

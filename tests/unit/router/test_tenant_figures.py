@@ -20,7 +20,7 @@ from tests.unit.router.test_dispatcher_resume import THEIRS, record_lost_router
 
 
 def row_of(requests: LiveRequests, tenant: str) -> TenantRow:
-    (row,) = (row for row in requests.tenant_rows() if row.tenant == tenant)
+    (row,) = (row for row in requests.tenant_rows(0).tenants if row.tenant == tenant)
     return row
 
 
@@ -61,10 +61,10 @@ async def test_each_tenant_has_its_own_figures() -> None:
 
 
 def test_metrics_of_tenants_have_as_few_labels_as_others() -> None:
-    tenants = TenantFigures(lambda tenant: (1.0, 5.0))
+    tenants = TenantFigures(lambda tenant: 5.0)
     for number in range(2 * MAX_LABELS):
         tenants.served(f"t{number}", 1.0, 0.0)
-    tenants.placed("", "normal", 0.0, 0.0)
+    tenants.placed("", "normal", 1.0, 0.0, 0.0)
     counts = {
         figure.labels["tenant"]: figure.value
         for figure in tenants.figures()
@@ -73,6 +73,8 @@ def test_metrics_of_tenants_have_as_few_labels_as_others() -> None:
     assert len(counts) == MAX_LABELS + 1
     assert counts[OTHERS] == MAX_LABELS
     assert "" not in counts, "where nobody has a key there are no tenants"
+    rows = tenants.rows({"t7": 1}, {"t8": 1}, 0.0, limit=2)
+    assert ([row.tenant for row in rows.tenants], rows.served_last_minute) == (["t8", "t7"], 2 * MAX_LABELS)
 
 
 def test_shares_are_those_of_all_routers() -> None:

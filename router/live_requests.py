@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,11 +31,14 @@ from baton.errors import (
 from baton.messages.generation import PromptLogprobs
 from baton.messages.ids import AttemptKey, unscoped
 from baton.messages.node import NodeDescription, RequestDelta, StepReport, WatchKVCache
+from baton.messages.operator import QueuePlace, TenantRows
 from baton.observe.logs import of_attempt
 from router.admission.admission import ServiceClass, Ticket
+from router.admission.exchange import LedgerExchange
 from router.admission.limits import DispatchLimits
 from router.admission.logprob_budget import LogprobBudget
 from router.admission.request import ValidRequest
+from router.admission.tenant_figures import TenantFigures
 from router.counters import DispatchCounters
 from router.flight.active_request import ActiveRequest, Adoptions, ClientCall
 from router.flight.answer import Answer
@@ -159,6 +162,28 @@ class LiveRequests:
         return self._waiting.num_placed
 
     @property
+    def tenants(self) -> TenantFigures:
+        """What was done for each tenant."""
+        return self._waiting.tenants
+
+    @property
+    def exchange(self) -> LedgerExchange:
+        """What tenants were charged, for other routers and by them."""
+        return self._waiting.exchange
+
+    def queue_place(self, request_id: str) -> QueuePlace | None:
+        """Where this request waits; None: it does not."""
+        active = self._active.get(request_id)
+        return None if active is None else self._waiting.queue_place(active)
+
+    def tenant_rows(self, limit: int) -> TenantRows:
+        """What was done for each tenant, at most `limit` of them; 0: all."""
+        running, waiting = Counter[str](), Counter[str]()
+        for active in self._active.values():
+            (running if active.wanted is None else waiting)[active.tenant] += 1
+        return self.tenants.rows(running, waiting, self._timers.monotonic(), limit)
+
+    @property
     def num_live_tokens(self) -> int:
         """Number of tokens that clients of live requests were given so far."""
         return sum(active.flight.num_output_tokens for active in self._active.values())
@@ -179,7 +204,11 @@ class LiveRequests:
 
     def check_room(self, priority: int, tenant: str, service_class: ServiceClass, *, embeds: bool) -> None:
         """Raises QueueFull if a new request of this priority could not even wait for nodes."""
-        self._waiting.check_room(priority, tenant, service_class, embeds=embeds)
+        try:
+            self._waiting.check_room(priority, tenant, service_class, embeds=embeds)
+        except QueueFull:
+            self.tenants.refused(tenant)
+            raise
 
     def open(self, request: ValidRequest, answer: Answer, queue: EventQueue, call: ClientCall) -> ActiveRequest:
         """Take in a request, which `start` begins and `close` ends.
@@ -246,11 +275,11 @@ class LiveRequests:
         """
         self.counters.adopted += 1
         self.placer.adopted(active.request, record.key.attempt, placement, self._timers.monotonic())
-        self._waiting.placed(active, active.admitted_at, is_charged=False)
+        active.is_adopted = True
+        self._waiting.placed(active, active.admitted_at)
         active.placed_last_at = active.placed_at
         if placement.prefill is not None:
             self._adoptions.add(active, placement.decode.incarnation)
-        active.is_adopted = True
         effects = active.flight.adopt(record.key, placement, record.num_given, origin)
         # The next router that adopts it needs a larger number, and only this router may delete its record.
         self._write_record(active, placement)
@@ -361,6 +390,7 @@ class LiveRequests:
                 self.counters.adoption_looks += 1
                 self._guarded(active, partial(active.flight.end_adoption, incarnation))
             if not active.flight.is_adopting:
+                active.num_adopted_tokens = active.flight.num_output_tokens
                 self._adoptions.remove(active)
 
     def attempts_on(self, incarnation: str) -> Sequence[AttemptKey]:
@@ -480,6 +510,8 @@ class LiveRequests:
                     _log.log(level, "request failed: %s", error, extra=_log_fields(active, error=type(error).__name__))
                     if active.first_token_at is None and isinstance(error, Overloaded | InvalidRequest):
                         self.counters.rejections[type(error).__name__] += 1
+                        if isinstance(error, Overloaded):
+                            self.tenants.refused(active.tenant)
                     self._end(active, error)
                 case MovedAway(error):
                     self.counters.moved += 1
@@ -505,6 +537,7 @@ class LiveRequests:
             if active.wait_timer is None:
                 self._give_up_when_due(active)
             if choice.displaced is not None:
+                self.tenants.displaced(choice.displaced.tenant)
                 self.feed(choice.displaced, GiveUp(self._waiting.displaced_error(choice.displaced)))
             return ()
         self.counters.attempts[place.cause] += 1

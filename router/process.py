@@ -72,7 +72,7 @@ from router.operations.adapters import ClusterAdapters
 from router.operations.cluster_events import EventRing
 from router.operations.idle_collector import CONNECTIONS_LIKE_A_REQUEST, IdleCollector
 from router.operations.live_history import SAMPLE_EVERY_S, LiveHistory, LiveTotals, buckets_of, router_totals
-from router.operations.live_page import MAX_REMEMBERED, MAX_RUNNING, live_page_data
+from router.operations.live_page import MAX_REMEMBERED, MAX_RUNNING, MAX_TENANTS, live_page_data
 from router.operations.metrics import connection_figures, figures
 from router.operations.operator_handler import OperatorHandler
 from router.operations.steering import Steering
@@ -230,7 +230,7 @@ class _Operators:
         served = requests.counters.served
         own_totals = partial(router_totals, requests, core.name, core.incarnation)
         history = LiveHistory(buckets_of(served.ttft, served.gaps))
-        self.totals = LiveTotals(core.membership, timers, core.clock.wall, own_totals, history)
+        self.totals = LiveTotals(core.membership, timers, core.clock.wall, own_totals, history, requests.exchange)
         # With TLS an operator has a certificate, otherwise a key.
         callers = Authenticator(core.keys) if core.tls is None else Authenticator(cluster=config.cluster)
         barrier = FaultBarrier(authenticator=callers)
@@ -255,6 +255,7 @@ class _Operators:
             handler.ended(MAX_REMEMBERED),
             self.events.after(0),
             own.name,
+            self._core.requests.tenant_rows(MAX_TENANTS),
         )
         return json.dumps(data, separators=(",", ":")).encode()
 
@@ -282,7 +283,7 @@ class _PublicPorts:
             self.grpc = streaming_server(services, barrier, config.tls, limit, budget)
         else:
             self.grpc = RpcServer(services, barrier, core.tls)
-        self._tenants = Tenants()
+        self._tenants = Tenants(core.requests.tenants.labels)
         self._responses = ResponseStore(StoreBounds(**settings_for(StoreBounds, config)), core.clock)
         codec, template = core.model.codec, core.model.template
         handler = GenerationHandler(core.dispatcher, codec, core.cards, self._tenants)
@@ -330,7 +331,8 @@ class _PublicPorts:
         metrics = figures(core.requests, core.view, core.timers.monotonic(), core.clock.wall())
         held = connection_figures(self.grpc, self.http, self.connections)
         stored = declared_figures(self._responses.stats())
-        return render([*metrics, *self._tenants.figures(), *stored, *held, *process_figures()], labels)
+        by_tenant = [*self._tenants.figures(), *core.requests.tenants.figures()]
+        return render([*metrics, *by_tenant, *stored, *held, *process_figures()], labels)
 
 
 class RouterProcess:
@@ -394,7 +396,7 @@ class RouterProcess:
             "router-adapters": self._follow_adapters,
         }
         background = {kind: start_background(work, kind, on_fault=OnFault.END_PROCESS) for kind, work in works.items()}
-        # Only the live page needs them.
+        # The live page needs them, and the shares of tenants that use several routers.
         background["router-totals"] = start_background(
             self._operators.totals.run, "router-totals", on_fault=OnFault.RESTART
         )

@@ -12,9 +12,13 @@ from random import Random
 from baton.errors import BatonError, InvalidRequest, NoCapacity, Overloaded, QueueFull, VersionGone, WouldBeLate
 from baton.messages.node import NodeDescription
 from baton.messages.node_model import check_capable, in_order
+from baton.messages.operator import QueuePlace
 from baton.values import value
 from router.admission.admission import NO_TARGETS, AdmissionQueue, ServiceClass, Ticket
+from router.admission.exchange import LedgerExchange
+from router.admission.ledger import Standing, TenantLedger
 from router.admission.limits import DispatchLimits
+from router.admission.tenant_figures import TenantFigures
 from router.flight.active_request import ActiveRequest
 from router.flight.flight_table import AttemptCause, GiveUp, Place
 from router.placement.decisions import Choice
@@ -49,6 +53,11 @@ class _WaitingLine:
         """The tenant that a request counts for, and its class there."""
         return (tenant, service_class) if self._is_fair else ("", ServiceClass.NORMAL)
 
+    def ledger(self, active: ActiveRequest) -> tuple[str, TenantLedger]:
+        """The tenant that a request counts for, and the ledger that has its counter."""
+        payer, service_class = self.share(active.tenant, active.service_class)
+        return payer, self.queue.ledger(service_class)
+
     def retry_after_s(self, active: ActiveRequest) -> float:
         """After how many seconds a request that is turned away now should come again."""
         return self.queue.retry_after_s(self.num_placed, *self.share(active.tenant, active.service_class))
@@ -74,6 +83,15 @@ class WaitingRoom:
         self._timers = timers
         self._limits = limits
         self._text, self._embeddings = _WaitingLine(limits, rng), _WaitingLine(limits, rng)
+        lines = {"text": self._text, "embeddings": self._embeddings}
+        self.exchange = LedgerExchange(
+            {
+                f"{kind}-{each.name.lower()}": line.queue.ledger(each)
+                for kind, line in lines.items()
+                for each in ServiceClass
+            }
+        )
+        self.tenants = TenantFigures(self._lag)
         self._unplaceable: dict[ActiveRequest, None] = {}
         """Requests that were placed before, and wait for a node of their version that is large enough and has their
         adapter. They are in no queue: room on other nodes does not help them, and they must not hold up others."""
@@ -107,8 +125,23 @@ class WaitingRoom:
             return GiveUp(error)
         if not isinstance(choice, Wait):
             active.wanted = None
-            self._placer.placed(choice, self._timers.monotonic())
+            is_first = active.placed_at is None
+            standing = self._standing_of(active) if is_first else None
+            self._placer.placed(choice, self._timers.monotonic(), standing)
         return choice
+
+    def _standing_of(self, active: ActiveRequest) -> Standing:
+        payer, ledger = self._line(active).ledger(active)
+        return ledger.standing(payer)
+
+    def _lag(self, tenant: str) -> float:
+        """The largest of a tenant's lags in any ledger."""
+        lags = []
+        for line in (self._text, self._embeddings):
+            for each in ServiceClass:
+                payer, service_class = line.share(tenant, each)
+                lags.append(line.queue.ledger(service_class).lag(payer))
+        return max(lags)
 
     def _check_capable(self, active: ActiveRequest, place: Place) -> None:
         """Refuse a new request if nodes are up and none can do what it needs: that won't change soon.
@@ -200,17 +233,39 @@ class WaitingRoom:
                 del self._unplaceable[active]
                 self._line(active).queue.put_back(active.ticket)
 
-    def placed(self, active: ActiveRequest, at: float, *, is_charged: bool = True) -> None:
-        """Note that a request has nodes for the first time. `is_charged`: its tenant pays for it here."""
+    def queue_place(self, active: ActiveRequest) -> QueuePlace | None:
+        """Where a request waits; None: it does not. Takes time that grows with the number of waiting tenants."""
+        if active.ticket is None:
+            return None
+        is_ordered = active not in self._unplaceable
+        queue, standing = self._line(active).queue, self._standing_of(active)
+        first = queue.first() if is_ordered else None
+        num_tenants, num_own = queue.num_before(active.ticket) if is_ordered else (0, 0)
+        return QueuePlace(
+            why=str((first.item if first is not None else active).why_waiting),
+            waited_s=self._timers.monotonic() - active.waiting_since,
+            tenants_before=num_tenants,
+            own_before=num_own,
+            tenant_counter=standing.counter,
+            virtual_time=standing.virtual_time,
+        )
+
+    def placed(self, active: ActiveRequest, at: float) -> None:
+        """Note that a request has nodes for the first time, and charge its tenant for it.
+
+        Of an adopted one the tenant pays here for what is still to be generated. The router that had it was paid for
+        the rest; if that router died, also for what it expected this one to generate.
+        """
         active.placed_at, active.counts_as_placed = at, True
         line, request = self._line(active), active.request
         line.num_placed += 1
-        if not is_charged:
-            return
         most_output = 0 if request.embeds else request.sampling_params.max_tokens
-        payer, service_class = line.share(active.tenant, active.service_class)
-        ledger = line.queue.ledger(service_class)
-        active.charge = ledger.charge(payer, request.num_prompt_tokens, most_output, active.num_computed)
+        num_prompt = 0 if active.is_adopted else request.num_prompt_tokens
+        payer, ledger = line.ledger(active)
+        active.charge = ledger.charge(payer, num_prompt, most_output, active.num_computed)
+        now = self._timers.monotonic()
+        service_class, weight = active.service_class.name.lower(), ledger.weight(payer)
+        self.tenants.placed(active.tenant, service_class, weight, at - active.started, now)
 
     def end(self, active: ActiveRequest) -> None:
         """Forget a request whose client has everything, or has left. Idempotent."""
@@ -220,9 +275,9 @@ class WaitingRoom:
         active.counts_as_placed = False
         charge, active.charge = active.charge, None
         if charge is not None:
-            _, service_class = line.share(active.tenant, active.service_class)
-            ledger = line.queue.ledger(service_class)
-            ledger.settle(charge, *active.tokens_computed(), active.num_computed)
+            _, ledger = line.ledger(active)
+            cost = ledger.settle(charge, *active.tokens_computed(), active.num_computed)
+            self.tenants.served(active.tenant, cost, self._timers.monotonic())
 
     def note_times(self, active: ActiveRequest) -> None:
         """Note the times of a request that has ended well, as a prediction for others."""
@@ -262,7 +317,11 @@ class WaitingRoom:
             return self._choose(candidates, active, place)
         queue = self._line(active).queue
         if (first := queue.first()) is not None and not queue.is_next(ticket):
-            raise _with_retry_after(first.item.why_waiting)
+            reason = first.item.why_waiting
+            if first.item.tenant == active.tenant:
+                raise _with_retry_after(reason)
+            # What another tenant's request waits for is that tenant's affair.
+            raise type(reason)("requests of others are before this one", 1.0)
         if self.num_placed >= self._limits.max_running:
             raise Overloaded(f"{self._limits.max_running} requests run, as many as may")
         try:

@@ -150,6 +150,43 @@ class RequestRow:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantRow:
+    """One tenant at one router. Tokens are those that count for shares: see `--fair-output-weight`."""
+
+    tenant: str
+    """Empty where there are no tenants."""
+    service_class: str
+    """The class of its latest request; empty: none was placed yet."""
+    weight: float
+    running: int
+    waiting: int
+    """Requests that wait for nodes."""
+    served_tokens: float
+    """What its requests have cost, as far as they have ended."""
+    served_last_minute: float
+    placed_last_minute: int
+    """How many of its requests got nodes in the last minute."""
+    waited_s_last_minute: float
+    """How long those had waited, in seconds, together."""
+    lag_tokens: float
+    """How far it is ahead of the waiting tenant that got least, in tokens for a weight of 1."""
+    displaced: int
+    """Its requests that gave way to others in a full queue."""
+    refused: int
+    """Its requests that were turned away before they had a token, for want of room or time: displaced ones, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantRows:
+    """The tenants at one router."""
+
+    tenants: Sequence[TenantRow]
+    """Those first that were served most in the last minute."""
+    served_last_minute: float = 0.0
+    """Of all tenants, also of those that are left out."""
+
+
+@dataclass(frozen=True, slots=True)
 class TimelineStage:
     """One stage of a request. Each stage begins when the stage before it ends."""
 
@@ -266,3 +303,33 @@ class PlacementDecision:
     """`NodeDescription.bits` of the nodes; empty: an older router."""
     continues_only_at: str = ""
     """The nodes among which the choice was made, as they alone may continue the stream; empty: it had not begun."""
+    tenant_counter: float | None = None
+    """The service that its tenant had got, in tokens for a weight of 1; None: it was no first placement here."""
+    virtual_time: float | None = None
+    """The counter with which a new tenant would have begun to wait at that time."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePlace:
+    """Where a request waits in the queue of its router."""
+
+    why: str
+    """What the first request of the queue waits for, or this one if it is in no order."""
+    waited_s: float
+    tenants_before: int
+    """How many tenants with waiting requests come before its own."""
+    own_before: int
+    """How many requests of its tenant come before it."""
+    tenant_counter: float
+    """See `PlacementDecision`."""
+    virtual_time: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestExplanation:
+    """Why a request was placed where it was, or why it waits."""
+
+    decisions: Sequence[PlacementDecision]
+    """One for each attempt, in order."""
+    waiting: QueuePlace | None = None
+    """None: it does not wait."""

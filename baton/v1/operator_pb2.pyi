@@ -122,6 +122,48 @@ class RequestRow(_message.Message):
     detail: str
     def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., router: _Optional[str] = ..., age_s: _Optional[float] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
 
+class ListTenantsRequest(_message.Message):
+    __slots__ = ("limit",)
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    limit: int
+    def __init__(self, limit: _Optional[int] = ...) -> None: ...
+
+class ListTenantsResponse(_message.Message):
+    __slots__ = ("tenants", "served_last_minute")
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    SERVED_LAST_MINUTE_FIELD_NUMBER: _ClassVar[int]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantRow]
+    served_last_minute: float
+    def __init__(self, tenants: _Optional[_Iterable[_Union[TenantRow, _Mapping]]] = ..., served_last_minute: _Optional[float] = ...) -> None: ...
+
+class TenantRow(_message.Message):
+    __slots__ = ("tenant", "service_class", "weight", "running", "waiting", "served_tokens", "served_last_minute", "placed_last_minute", "waited_s_last_minute", "lag_tokens", "displaced", "refused")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_CLASS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    SERVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SERVED_LAST_MINUTE_FIELD_NUMBER: _ClassVar[int]
+    PLACED_LAST_MINUTE_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_LAST_MINUTE_FIELD_NUMBER: _ClassVar[int]
+    LAG_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DISPLACED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    service_class: str
+    weight: float
+    running: int
+    waiting: int
+    served_tokens: float
+    served_last_minute: float
+    placed_last_minute: int
+    waited_s_last_minute: float
+    lag_tokens: float
+    displaced: int
+    refused: int
+    def __init__(self, tenant: _Optional[str] = ..., service_class: _Optional[str] = ..., weight: _Optional[float] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., served_tokens: _Optional[float] = ..., served_last_minute: _Optional[float] = ..., placed_last_minute: _Optional[int] = ..., waited_s_last_minute: _Optional[float] = ..., lag_tokens: _Optional[float] = ..., displaced: _Optional[int] = ..., refused: _Optional[int] = ...) -> None: ...
+
 class ExplainRequest(_message.Message):
     __slots__ = ("request_id",)
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -129,13 +171,31 @@ class ExplainRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
-    __slots__ = ("decisions",)
+    __slots__ = ("decisions", "waiting")
     DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
     decisions: _containers.RepeatedCompositeFieldContainer[PlacementDecision]
-    def __init__(self, decisions: _Optional[_Iterable[_Union[PlacementDecision, _Mapping]]] = ...) -> None: ...
+    waiting: QueuePlace
+    def __init__(self, decisions: _Optional[_Iterable[_Union[PlacementDecision, _Mapping]]] = ..., waiting: _Optional[_Union[QueuePlace, _Mapping]] = ...) -> None: ...
+
+class QueuePlace(_message.Message):
+    __slots__ = ("why", "waited_s", "tenants_before", "own_before", "tenant_counter", "virtual_time")
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    OWN_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_COUNTER_FIELD_NUMBER: _ClassVar[int]
+    VIRTUAL_TIME_FIELD_NUMBER: _ClassVar[int]
+    why: str
+    waited_s: float
+    tenants_before: int
+    own_before: int
+    tenant_counter: float
+    virtual_time: float
+    def __init__(self, why: _Optional[str] = ..., waited_s: _Optional[float] = ..., tenants_before: _Optional[int] = ..., own_before: _Optional[int] = ..., tenant_counter: _Optional[float] = ..., virtual_time: _Optional[float] = ...) -> None: ...
 
 class PlacementDecision(_message.Message):
-    __slots__ = ("attempt", "age_s", "policy", "decision", "reason", "prompt_tokens", "prefill_node", "decode_node", "ways", "outcome", "bits", "continues_only_at")
+    __slots__ = ("attempt", "age_s", "policy", "decision", "reason", "prompt_tokens", "prefill_node", "decode_node", "ways", "outcome", "bits", "continues_only_at", "tenant_counter", "virtual_time")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
@@ -148,6 +208,8 @@ class PlacementDecision(_message.Message):
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     BITS_FIELD_NUMBER: _ClassVar[int]
     CONTINUES_ONLY_AT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_COUNTER_FIELD_NUMBER: _ClassVar[int]
+    VIRTUAL_TIME_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     age_s: float
     policy: str
@@ -160,7 +222,9 @@ class PlacementDecision(_message.Message):
     outcome: PlacementOutcome
     bits: str
     continues_only_at: str
-    def __init__(self, attempt: _Optional[int] = ..., age_s: _Optional[float] = ..., policy: _Optional[str] = ..., decision: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., ways: _Optional[_Iterable[_Union[PlacementWay, _Mapping]]] = ..., outcome: _Optional[_Union[PlacementOutcome, _Mapping]] = ..., bits: _Optional[str] = ..., continues_only_at: _Optional[str] = ...) -> None: ...
+    tenant_counter: float
+    virtual_time: float
+    def __init__(self, attempt: _Optional[int] = ..., age_s: _Optional[float] = ..., policy: _Optional[str] = ..., decision: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., ways: _Optional[_Iterable[_Union[PlacementWay, _Mapping]]] = ..., outcome: _Optional[_Union[PlacementOutcome, _Mapping]] = ..., bits: _Optional[str] = ..., continues_only_at: _Optional[str] = ..., tenant_counter: _Optional[float] = ..., virtual_time: _Optional[float] = ...) -> None: ...
 
 class PlacementWay(_message.Message):
     __slots__ = ("prefill_node", "decode_node", "queue_ms", "cached_tokens", "prefill_ms", "decode_cached_tokens", "handoff_ms", "decode_ms", "stall_ms", "token_ms", "total_ms", "tokens_per_step")

@@ -55,6 +55,11 @@ class OperatorStub:
                 request_serializer=baton_dot_v1_dot_operator__pb2.ListRequestsRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_operator__pb2.ListRequestsResponse.FromString,
                 _registered_method=True)
+        self.ListTenants = channel.unary_unary(
+                '/baton.v1.Operator/ListTenants',
+                request_serializer=baton_dot_v1_dot_operator__pb2.ListTenantsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_operator__pb2.ListTenantsResponse.FromString,
+                _registered_method=True)
         self.CordonNodes = channel.unary_unary(
                 '/baton.v1.Operator/CordonNodes',
                 request_serializer=baton_dot_v1_dot_operator__pb2.CordonNodesRequest.SerializeToString,
@@ -129,6 +134,13 @@ class OperatorServicer:
 
     def ListRequests(self, request, context):
         """ListRequests tells the requests that this router serves, and the latest that are over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListTenants(self, request, context):
+        """ListTenants tells what this router has done for each tenant.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -219,6 +231,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.ListRequests,
                     request_deserializer=baton_dot_v1_dot_operator__pb2.ListRequestsRequest.FromString,
                     response_serializer=baton_dot_v1_dot_operator__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'ListTenants': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTenants,
+                    request_deserializer=baton_dot_v1_dot_operator__pb2.ListTenantsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_operator__pb2.ListTenantsResponse.SerializeToString,
             ),
             'CordonNodes': grpc.unary_unary_rpc_method_handler(
                     servicer.CordonNodes,
@@ -375,6 +392,33 @@ class Operator:
             '/baton.v1.Operator/ListRequests',
             baton_dot_v1_dot_operator__pb2.ListRequestsRequest.SerializeToString,
             baton_dot_v1_dot_operator__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTenants(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Operator/ListTenants',
+            baton_dot_v1_dot_operator__pb2.ListTenantsRequest.SerializeToString,
+            baton_dot_v1_dot_operator__pb2.ListTenantsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import bisect
 import enum
+import heapq
+import itertools
 import math
 from collections import deque
 from collections.abc import Mapping
@@ -157,9 +159,13 @@ class ServiceTimes:
 class _Line(Generic[T]):
     """The requests of one tenant and class that wait and may be displaced."""
 
-    __slots__ = ("by_priority", "order")
+    __slots__ = ("by_priority", "number", "order", "relative_length")
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
+        """Grows with the time at which the tenant began to wait."""
+        self.relative_length = 0.0
+        """The number of its requests, divided by the tenant's weight."""
         self.order: list[Ticket[T]] = []
         self.by_priority: list[Ticket[T]] = []
         """The last one is the first to give way."""
@@ -175,16 +181,21 @@ class _Class(Generic[T]):
         self.ledger = TenantLedger(output_weight)
         self.lines: dict[str, _Line[T]] = {}
         """By tenant; none is empty."""
+        self._longest: list[tuple[float, int, str]] = []
+        """A heap of (-relative length, number of the line, tenant). Entries are left in it when they no longer hold,
+        and skipped when they come first."""
+        self._numbers = itertools.count(1)
         self.num_requests = 0
 
     def add(self, ticket: Ticket[T]) -> None:
         line = self.lines.get(ticket.tenant)
         if line is None:
-            line = self.lines[ticket.tenant] = _Line()
+            line = self.lines[ticket.tenant] = _Line(next(self._numbers))
             self.ledger.begin_waiting(ticket.tenant)
         bisect.insort(line.order, ticket, key=_order_key)
         bisect.insort(line.by_priority, ticket, key=_priority_key)
         self.num_requests += 1
+        self._note_length(ticket.tenant, line)
 
     def remove(self, ticket: Ticket[T]) -> None:
         """Idempotent."""
@@ -200,6 +211,25 @@ class _Class(Generic[T]):
         if not line:
             del self.lines[ticket.tenant]
             self.ledger.end_waiting(ticket.tenant)
+        elif len(line) != num_before:
+            self._note_length(ticket.tenant, line)
+
+    def _note_length(self, tenant: str, line: _Line[T]) -> None:
+        """Put a line whose length has changed into its place among the longest."""
+        line.relative_length = len(line) / self.ledger.weight(tenant)
+        heapq.heappush(self._longest, (-line.relative_length, line.number, tenant))
+        if len(self._longest) > 4 * len(self.lines) + 64:
+            self._longest = [(-each.relative_length, each.number, name) for name, each in self.lines.items()]
+            heapq.heapify(self._longest)
+
+    def _longest_line(self) -> _Line[T]:
+        """The line that is longest for its tenant's weight; of equal ones the oldest. There must be one."""
+        while True:
+            length, number, tenant = self._longest[0]
+            line = self.lines.get(tenant)
+            if line is not None and (line.number, -line.relative_length) == (number, length):
+                return line
+            heapq.heappop(self._longest)
 
     def first(self) -> Ticket[T] | None:
         tenant = self.ledger.first()
@@ -216,6 +246,11 @@ class _Class(Generic[T]):
         line = self.lines.get(tenant)
         return 0 if line is None else len(line)
 
+    def num_ahead(self, ticket: Ticket[T]) -> int:
+        """How many requests of its tenant come before this one."""
+        line = self.lines.get(ticket.tenant)
+        return 0 if line is None else bisect.bisect_left(line.order, ticket.order_key, key=_order_key)
+
     def times_as_long(self, tenant: str) -> float:
         """How many times as long a tenant waits for a number of its own requests as if it were alone."""
         weight = self.ledger.weight(tenant)
@@ -225,14 +260,11 @@ class _Class(Generic[T]):
         """The request that gives way to one of a tenant; None: none does. Newcomer None: it is of another class."""
         if not self.lines:
             return None
-
-        def length(tenant: str) -> float:
-            return (self.num_of(tenant) + (tenant == newcomer)) / self.ledger.weight(tenant)
-
-        longest = max(self.lines, key=length)
-        last = self.lines[longest].by_priority[-1]
-        if newcomer is None or (longest != newcomer and length(longest) > length(newcomer)):
-            return last
+        longest = self._longest_line()
+        if newcomer is None:
+            return longest.by_priority[-1]
+        if longest.relative_length > (self.num_of(newcomer) + 1) / self.ledger.weight(newcomer):
+            return longest.by_priority[-1]
         line = self.lines.get(newcomer)
         return line.by_priority[-1] if line is not None and line.by_priority[-1].priority > priority else None
 
@@ -337,6 +369,15 @@ class AdmissionQueue(Generic[T]):
             self.remove(displaced)
         of_class.add(ticket)
         return displaced
+
+    def num_before(self, ticket: Ticket[T]) -> tuple[int, int]:
+        """How many tenants come before a waiting request's one, and how many requests of its own before it."""
+        if ticket.is_retry:
+            return 0, bisect.bisect_left(self._retries, ticket.order_key, key=_order_key)
+        of_class = self._classes[ticket.service_class]
+        urgent = (each.lines for name, each in self._classes.items() if name < ticket.service_class)
+        tenants = set().union(*urgent) - {ticket.tenant}
+        return of_class.ledger.num_before(ticket.tenant) + len(tenants), of_class.num_ahead(ticket)
 
     def put_back(self, ticket: Ticket[T]) -> None:
         """Put a ticket into the queue whose request has waited already, whatever the bounds."""

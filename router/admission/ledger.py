@@ -13,6 +13,9 @@ cost, in tokens divided by the tenant's weight. The rules:
    is also no higher than that of every waiting tenant: capacity that nobody else wanted costs nothing. What a charge
    turns out to have been too much is given back only as far as the counter has not been moved since.
 4. A tenant without requests is forgotten when there are too many such tenants. It then comes as a new one does.
+5. What other routers have charged the tenant since their last exchange counts as if it had been charged here
+   (`exchange`). They may give back less than rule 3 lets them: only as much as they charged here since the counter was
+   moved.
 
 Of two tenants that always have waiting requests, the service divided by the weights differs by at most twice the
 largest charge of a request, and by what running requests are still to be charged.
@@ -23,6 +26,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict
+from collections.abc import Callable
 
 from baton.values import value
 
@@ -44,10 +48,19 @@ class Charge:
     """`_Account.moved` at that time."""
 
 
+@value(frozen=True, slots=True)
+class Standing:
+    """Where a tenant stands among the others, in tokens for a weight of 1."""
+
+    counter: float
+    virtual_time: float
+    """The counter with which a new tenant begins to wait."""
+
+
 class _Account:
     """What is known of a tenant."""
 
-    __slots__ = ("counter", "mean_output", "moved", "number", "period", "weight")
+    __slots__ = ("by_others", "counter", "mean_output", "moved", "number", "period", "weight")
 
     def __init__(self, counter: float) -> None:
         self.counter = counter
@@ -59,6 +72,8 @@ class _Account:
         """The period in which it was charged last or stopped waiting."""
         self.number = 0
         """Grows with the time at which it began to wait."""
+        self.by_others = 0.0
+        """What other routers have charged since the counter was moved."""
 
 
 class TenantLedger:
@@ -81,6 +96,8 @@ class TenantLedger:
         """The virtual time: the highest of all lowest counters of waiting tenants. A new tenant begins with it."""
         self.waiting_weight = 0.0
         """The sum of the weights of the waiting tenants."""
+        self.on_charged: Callable[[str, float, float], None] | None = None
+        """Called with each change that a request of this router makes: the tenant, tokens, the tenant's weight."""
 
     def weight(self, tenant: str) -> float:
         """The tenant's weight; 1 if it was never told."""
@@ -91,7 +108,9 @@ class TenantLedger:
         """A tenant without waiting requests has one."""
         account = self._idle.pop(tenant, None) or _Account(self._now)
         counter = self._counter_to_join(account)
-        account.moved += abs(counter - account.counter)
+        move = abs(counter - account.counter)
+        account.moved += move
+        account.by_others = max(0.0, account.by_others - move)
         account.counter, account.weight = counter, weight
         account.number = next(self._numbers)
         self._period += not self._waiting
@@ -126,23 +145,58 @@ class TenantLedger:
         account = self._account(tenant)
         output = sequences * min(float(most_output), account.mean_output)
         charge = Charge(tenant, prompt_tokens + self._output_weight * output, account.moved)
-        self._add(tenant, account, charge.tokens / account.weight)
+        self._charge(tenant, account, charge.tokens / account.weight)
         return charge
 
-    def settle(self, charge: Charge, prompt_tokens: int, output_tokens: int, sequences: int = 1) -> None:
-        """A request that was charged has ended, and has cost so many tokens."""
+    def settle(self, charge: Charge, prompt_tokens: int, output_tokens: int, sequences: int = 1) -> float:
+        """A request that was charged has ended, and has cost so many tokens. Returns that cost in tokens."""
         account = self._account(charge.tenant)
         account.mean_output += _NEWEST * (output_tokens / sequences - account.mean_output)
-        change = (prompt_tokens + self._output_weight * output_tokens - charge.tokens) / account.weight
+        cost = prompt_tokens + self._output_weight * output_tokens
+        change = (cost - charge.tokens) / account.weight
         if change < 0:
             change = min(0.0, change + account.moved - charge.moved)
-        self._add(charge.tenant, account, change)
+        self._charge(charge.tenant, account, change)
+        return cost
+
+    def charge_from_others(self, tenant: str, tokens: float, weight: float) -> None:
+        """Another router has charged the tenant so many tokens, or given them back. `weight`: the one it has there."""
+        account = self._account(tenant)
+        if tenant not in self._waiting:
+            account.weight = weight
+        change = max(tokens / account.weight, -account.by_others)
+        account.by_others += change
+        self._add(tenant, account, change)
+
+    def virtual_time(self) -> float:
+        """The counter with which a new tenant begins to wait, in tokens for a weight of 1."""
+        self._note_time()
+        return self._now
+
+    def counter(self, tenant: str) -> float:
+        """The tenant's counter, as `virtual_time`. Of one that does not wait: at least that time."""
+        now = self.virtual_time()
+        account = self._waiting.get(tenant)
+        if account is not None:
+            return account.counter
+        account = self._idle.get(tenant)
+        return now if account is None else max(now, account.counter)
+
+    def standing(self, tenant: str) -> Standing:
+        """Where the tenant stands now."""
+        return Standing(self.counter(tenant), self.virtual_time())
 
     def lag(self, tenant: str) -> float:
         """How far the tenant's counter is ahead of the virtual time, in tokens for a weight of 1."""
-        self._note_time()
-        account = self._waiting.get(tenant) or self._idle.get(tenant)
-        return 0.0 if account is None else account.counter - self._now
+        return self.counter(tenant) - self.virtual_time()
+
+    def num_before(self, tenant: str) -> int:
+        """How many other waiting tenants come before this one. Takes O(n)."""
+        own = self._waiting.get(tenant)
+        if own is None:
+            return len(self._waiting)
+        place = (own.counter, own.number)
+        return sum((each.counter, each.number) < place for each in self._waiting.values())
 
     def _account(self, tenant: str) -> _Account:
         account = self._waiting.get(tenant) or self._idle.get(tenant)
@@ -155,6 +209,11 @@ class TenantLedger:
         self._idle[tenant] = account
         if len(self._idle) > _MAX_IDLE:
             self._idle.popitem(last=False)
+
+    def _charge(self, tenant: str, account: _Account, change: float) -> None:
+        self._add(tenant, account, change)
+        if self.on_charged is not None:
+            self.on_charged(tenant, change * account.weight, account.weight)
 
     def _add(self, tenant: str, account: _Account, change: float) -> None:
         account.counter += change

@@ -10,20 +10,18 @@ from baton.errors import QuotaExceeded
 from baton.messages.generation import GenerateEvent
 from baton.observe.metrics import Figure
 from baton.security.matrix import Caller
-
-MAX_LABELS = 50
-"""The first so many tenants have metrics of their own; all later ones share the label `OTHERS`."""
-OTHERS = "other"
+from router.admission.tenant_figures import TenantLabels
 
 
 class Tenants:
     """The tenants of one router. Operators choose their names, which are no secret; keys are not known here."""
 
-    def __init__(self) -> None:
+    def __init__(self, labels: TenantLabels | None = None) -> None:
+        """`labels`: those of all metrics by tenant."""
         self._running: Counter[str] = Counter()
         self._accepted: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
-        self._labels: set[str] = set()
+        self._labels = TenantLabels() if labels is None else labels
 
     def counted(
         self, caller: Caller, begin: Callable[[Callable[[], None]], AsyncGenerator[GenerateEvent, None]]
@@ -33,7 +31,7 @@ class Tenants:
         `begin` makes the events; its argument is to be called when all of them are taken and the request ended well.
         Raises QuotaExceeded, before the request begins, if the tenant has as many running as it may have.
         """
-        tenant, label = caller.tenant, self._label(caller.tenant)
+        tenant, label = caller.tenant, self._labels.of(caller.tenant)
         if caller.max_concurrent is not None and self._running[tenant] >= caller.max_concurrent:
             self._refused[label] += 1
             raise QuotaExceeded(f"{caller.max_concurrent} requests of {tenant} run, as many as may; wait for an end")
@@ -47,26 +45,19 @@ class Tenants:
         """The metrics, by tenant."""
         running: Counter[str] = Counter()
         for tenant, count in self._running.items():
-            running[self._label(tenant)] += count
+            running[self._labels.of(tenant)] += count
         for name, text, counts in (
             ("tenant_requests_total", "Requests by tenant.", self._accepted),
             ("tenant_requests_running", "Requests that run now, by tenant.", running),
             ("tenant_requests_refused_total", "Requests beyond what the tenant may have at once.", self._refused),
         ):
-            for label in sorted(self._labels):
+            for label in self._labels:
                 yield Figure(name, text, counts[label], {"tenant": label})
 
     def _request_over(self, tenant: str) -> None:
         self._running[tenant] -= 1
         if not self._running[tenant]:
             del self._running[tenant]
-
-    def _label(self, tenant: str) -> str:
-        if tenant in self._labels:
-            return tenant
-        label = tenant if len(self._labels) < MAX_LABELS else OTHERS
-        self._labels.add(label)
-        return label
 
 
 class _Place:

@@ -65,6 +65,7 @@ class ActiveRequest:
         "last_tokens_at",
         "logprobs",
         "may_reserve_more",
+        "num_adopted_tokens",
         "num_replayed",
         "num_row_bytes",
         "placed_at",
@@ -162,6 +163,8 @@ class ActiveRequest:
         """The incarnation that may still replay what it computed for another router; empty: none."""
         self.is_adopted = False
         """Whether its first attempt here was begun by another router."""
+        self.num_adopted_tokens = 0
+        """So many tokens, of all sequences together, had been generated when this router adopted it."""
 
     @property
     def tenant(self) -> str:
@@ -169,9 +172,15 @@ class ActiveRequest:
         return tenant_of(self.request.request_id)
 
     def tokens_computed(self) -> tuple[int, int]:
-        """Tokens of the prompt that were not in a cache, as far as that is known, and those that were generated."""
+        """Tokens of the prompt that were not in a cache, as far as that is known, and those that were generated.
+
+        Without what was computed for another router.
+        """
+        num_new = max(0, self.flight.num_output_tokens - self.num_adopted_tokens)
+        num_output = num_new * self.num_computed // self.request.sampling_params.n
+        if self.is_adopted:
+            return 0, num_output
         cached = 0 if self.finish is None else self.finish[0].timings.cached_tokens
-        num_output = self.flight.num_output_tokens * self.num_computed // self.request.sampling_params.n
         return max(0, self.request.num_prompt_tokens - cached), num_output
 
     @property

@@ -1,7 +1,8 @@
-"""The totals of all routers over the last ten minutes, for the live page.
+"""The totals that routers tell each other: for the live page over ten minutes, and for the shares of tenants.
 
 Each router counts its own requests, publishes its totals in the registry and reads those of the others, so the page of
-every router shows the whole cluster. Rates, failures and latencies are differences of totals between two samples.
+every router shows the whole cluster. Rates, failures and latencies are differences of totals between two samples. What
+the totals say of tenants is for `router.admission.exchange`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -17,18 +18,21 @@ from pydantic import Field, TypeAdapter, ValidationError
 from baton.errors import InvalidRequest, Unreachable
 from baton.observe.metrics import Histogram
 from baton.registry import Membership
+from router.admission.exchange import MAX_ENTRIES, ChargedTotal, LedgerExchange
 from router.flight.flight_table import AttemptCause
 from router.live_requests import LiveRequests
 from router.timers import Timers, sleep_until
 
-SAMPLE_EVERY_S = 2.0
+EXCHANGE_EVERY_S = 1.0
+SAMPLE_EVERY_S = 2 * EXCHANGE_EVERY_S
+"""One exchange of two is a sample of the history."""
 NUM_SAMPLES = 301
 """Ten minutes, both ends included."""
 RATE_S = 10.0
 """Rates are means of the last so many seconds."""
 LATENCY_S = 60.0
 """Latencies are those of the last so many seconds, except in the history, where they are those of `RATE_S`."""
-MAX_BYTES = 4096
+MAX_BYTES = 4096 + 160 * MAX_ENTRIES
 """Size of the totals of one router as JSON."""
 MAX_ROUTERS = 64
 _MAX_BUCKETS = 64
@@ -59,6 +63,8 @@ class RouterTotals:
     """Requests by the bucket of their time to first token, see `Buckets`."""
     gaps: _Counts = (0, 0)
     """Times between tokens, by bucket."""
+    charged: Annotated[tuple[ChargedTotal, ...], Field(max_length=MAX_ENTRIES)] = ()
+    """What its tenants were charged."""
 
     def to_json(self) -> bytes:
         return _TOTALS.dump_json(self)
@@ -102,9 +108,9 @@ class LiveHistory:
         self._points: deque[dict[str, float | None]] = deque(maxlen=NUM_SAMPLES)
 
     def add(self, time: float, routers: Iterable[RouterTotals]) -> None:
-        """Adds the totals of all routers at a time. Totals with other buckets than ours, of another version, are left
-        out."""
-        fitting = [router for router in routers if self._fits(router)][:MAX_ROUTERS]
+        """Adds the totals of all routers at a time, without what tenants were charged. Totals with other buckets than
+        ours, of another version, are left out."""
+        fitting = [replace(router, charged=()) for router in routers if self._fits(router)][:MAX_ROUTERS]
         if self._samples and time <= self._samples[-1].time:
             # The clock was set back: what was sampled before cannot be put in order with what follows.
             self._samples.clear()
@@ -252,7 +258,7 @@ _log = logging.getLogger(__name__)
 
 
 def router_totals(requests: LiveRequests, name: str, incarnation: str) -> RouterTotals:
-    """What this router has counted."""
+    """What this router has counted, for one exchange."""
     counters, served = requests.counters, requests.counters.served
     return RouterTotals(
         name=name,
@@ -266,6 +272,7 @@ def router_totals(requests: LiveRequests, name: str, incarnation: str) -> Router
         waiting=requests.num_waiting,
         ttft=served.ttft.counts,
         gaps=served.gaps.counts,
+        charged=requests.exchange.next_totals(),
     )
 
 
@@ -275,7 +282,7 @@ def buckets_of(ttft: Histogram, gaps: Histogram) -> Buckets:
 
 
 class LiveTotals:
-    """Samples the totals of all routers into a history, while this router runs. Belongs to the event loop."""
+    """Exchanges totals with all other routers, while this router runs. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -284,12 +291,14 @@ class LiveTotals:
         wall: Callable[[], float],
         own: Callable[[], RouterTotals],
         history: LiveHistory,
+        exchange: LedgerExchange,
     ) -> None:
-        """`wall`: seconds since the epoch. `own`: this router's totals."""
+        """`wall`: seconds since the epoch. `own`: this router's totals. `exchange` takes what others have charged."""
         self._membership = membership
         self._timers = timers
         self._wall = wall
         self._own = own
+        self._exchange = exchange
         self._routers: list[str] = []
         self.history = history
 
@@ -298,20 +307,32 @@ class LiveTotals:
         self._routers = sorted(incarnations)[:MAX_ROUTERS]
 
     async def run(self) -> None:
-        """Take a sample every `SAMPLE_EVERY_S`, until cancelled."""
+        """Exchange totals every `EXCHANGE_EVERY_S`, and sample each second time, until cancelled."""
+        is_sample = True
         while True:
-            await self.sample()
-            await sleep_until(self._timers, self._timers.monotonic() + SAMPLE_EVERY_S)
+            if is_sample:
+                await self.sample()
+            else:
+                await self.exchange()
+            is_sample = not is_sample
+            await sleep_until(self._timers, self._timers.monotonic() + EXCHANGE_EVERY_S)
 
     async def sample(self) -> None:
-        """Publish this router's totals and add all routers' to the history; while Redis is away, its own alone."""
+        """Exchange totals, and add them to the history; while Redis is away, this router's alone."""
+        self.history.add(self._wall(), await self.exchange())
+
+    async def exchange(self) -> Sequence[RouterTotals]:
+        """Publish this router's totals, and take what others have charged. Returns the totals of all."""
         own = self._own()
-        others = [name for name in self._routers if name != own.incarnation]
+        names = [name for name in self._routers if name != own.incarnation]
         try:
-            published = await self._membership.exchange_totals(own.incarnation, own.to_json(), others)
+            published = await self._membership.exchange_totals(own.incarnation, own.to_json(), names)
         except Unreachable:
             published = {}
-        self.history.add(self._wall(), [own, *_readable(published)])
+        others = list(_readable(published))
+        for router in others:
+            self._exchange.take(router.incarnation, router.charged)
+        return [own, *others]
 
 
 def _readable(published: Mapping[str, bytes]) -> Iterable[RouterTotals]:

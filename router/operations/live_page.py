@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from baton.messages.operator import ClusterEvent, ClusterStatus, NodeStatus, RequestRow
+from baton.messages.operator import ClusterEvent, ClusterStatus, NodeStatus, RequestRow, TenantRows
 from router.operations.live_history import LiveHistory
 
 MAX_RUNNING = 40
@@ -15,6 +15,7 @@ MAX_REMEMBERED = 256
 """Ended requests from which the traffic of pairs is counted."""
 MAX_PAIRS = 60
 MAX_EVENTS = 20
+MAX_TENANTS = 12
 RECENT_S = 60.0
 """The traffic of pairs is that of requests that arrived within so many seconds."""
 
@@ -28,9 +29,10 @@ def live_page_data(
     ended: Iterable[RequestRow],
     events: Iterable[ClusterEvent],
     router: str,
+    tenants: TenantRows,
 ) -> dict[str, Any]:
     """The data. `running`: the latest of this router's `num_running` requests, the latest first, as are `ended`;
-    `events`: the oldest first.
+    `events`: the oldest first; `tenants`: at this router.
     """
     over = list(ended)
     figures = {row.pop("incarnation"): row for row in history.routers()}
@@ -50,6 +52,7 @@ def live_page_data(
         "more_running": max(0, num_running - len(running[:MAX_RUNNING])),
         "ended": [_request(row) for row in over[:MAX_ENDED]],
         "pairs": _pairs([*running, *over]),
+        "tenants": _tenants(tenants),
         "events": [_event(event) for event in list(events)[: -MAX_EVENTS - 1 : -1]],
     }
 
@@ -122,6 +125,26 @@ def _pairs(rows: Iterable[RequestRow]) -> list[dict[str, Any]]:
     return [
         {"prefill": pair[0], "decode": pair[1], "requests": requests[pair], "bytes": num_bytes[pair]}
         for pair in busiest
+    ]
+
+
+def _tenants(tenants: TenantRows) -> list[dict[str, Any]]:
+    """The tenants' shares of the last minute, and how long their requests waited on average, in milliseconds."""
+    served = tenants.served_last_minute
+    return [
+        {
+            "name": row.tenant,
+            "class": row.service_class,
+            "weight": row.weight,
+            "running": row.running,
+            "waiting": row.waiting,
+            "share": round(row.served_last_minute / served, 4) if served else None,
+            "wait_ms": round(1e3 * row.waited_s_last_minute / row.placed_last_minute, 1)
+            if row.placed_last_minute
+            else None,
+        }
+        for row in tenants.tenants
+        if row.tenant and (row.running or row.waiting or row.placed_last_minute)
     ]
 
 

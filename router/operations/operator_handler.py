@@ -14,7 +14,9 @@ from baton.messages.operator import (
     NodeStatus,
     PlacementDecision,
     PlacementOutcome,
+    RequestExplanation,
     RequestRow,
+    TenantRows,
     Timeline,
 )
 from baton.registry import Membership, NodeRecord
@@ -107,6 +109,8 @@ def explained(explanation: Explanation, now: float) -> PlacementDecision:
         outcome=_outcome(explanation),
         bits=decision.bits,
         continues_only_at=decision.continues_only_at,
+        tenant_counter=None if decision.standing is None else decision.standing.counter,
+        virtual_time=None if decision.standing is None else decision.standing.virtual_time,
     )
 
 
@@ -188,13 +192,18 @@ class OperatorHandler:
         latest = islice(self._dispatcher.requests.timelines.latest(), limit)
         return list(ended_rows(latest, self._own().name, self._clock.monotonic()))
 
-    def explain(self, request_id: str) -> Sequence[PlacementDecision]:
-        """Why a request was placed as it was; raises RequestNotFound if it is unknown or too long ago."""
+    def tenants(self, limit: int) -> TenantRows:
+        """What this router has done for each tenant."""
+        return self._dispatcher.requests.tenant_rows(limit)
+
+    def explain(self, request_id: str) -> RequestExplanation:
+        """Why a request was placed as it was, or waits; raises RequestNotFound if it is unknown or too long ago."""
         now = self._clock.monotonic()
         explanations = self._dispatcher.requests.placer.explain(request_id, now)
-        if not explanations:
+        waiting = self._dispatcher.requests.queue_place(request_id)
+        if not explanations and waiting is None:
             raise RequestNotFound(f"this router remembers no request {request_id[:80]!r}")
-        return [explained(explanation, now) for explanation in explanations]
+        return RequestExplanation([explained(explanation, now) for explanation in explanations], waiting)
 
     def timeline(self, request_id: str) -> Timeline:
         """Where a request's time went; raises RequestNotFound if it is unknown, live, or too long ago."""

@@ -17,6 +17,7 @@ from baton.messages.node import Role, StageTimings
 from baton.messages.operator import PlacementWay
 from baton.observe.metrics import Distribution, Figure, Histogram
 from baton.values import value
+from router.admission.ledger import Standing
 from router.admission.request import ValidRequest
 from router.placement.cost_model import PlacementQuery, Way
 from router.placement.placement import Origin, Placement
@@ -83,6 +84,8 @@ class Decision:
     way: Way | None = None
     """None for policies that predict nothing, and so is `query`."""
     query: PlacementQuery | None = None
+    standing: Standing | None = None
+    """The tenant's, before it was charged; None: it was no first placement here."""
     measured: MeasuredTimes | None = None
     """None until the request has ended well."""
 
@@ -156,7 +159,7 @@ class DecisionLog:
         yield self._regrets_s.now("router_placement_regret_seconds", text)
 
 
-def decision_of(choice: Choice, policy: str, now: float) -> Decision:
+def decision_of(choice: Choice, policy: str, now: float, standing: Standing | None = None) -> Decision:
     placement = choice.placement
     alone = "decode_only" if placement.decode.role is Role.DECODE else "prefill_only"
     return Decision(
@@ -173,4 +176,5 @@ def decision_of(choice: Choice, policy: str, now: float) -> Decision:
         continues_only_at=choice.origin.who if choice.origin is not None else "",
         way=choice.way,
         query=choice.query,
+        standing=standing,
     )

@@ -20,6 +20,7 @@ from baton.messages.kv_cache import KVFormat
 from baton.messages.node import NodeDescription, Outcome, RequestDelta, Role, StageTimings, StepReport
 from baton.messages.node_model import TRANSCRIBES, Capability
 from baton.observe.metrics import Distribution, Figure
+from router.admission.ledger import Standing
 from router.admission.request import ValidRequest
 from router.placement.breaker import FAILURES, PAIR_FAILURES, Breakers
 from router.placement.cache_view import CacheView, PromptKeys, key_scheme_of, prompt_keys_of
@@ -246,8 +247,8 @@ class Placer:
         if placement.prefill is None and self._settings.require_disaggregation:
             raise NoCapacity(f"{placement.reason.text}, and disaggregation is required")
 
-    def placed(self, choice: Choice, now: float) -> None:
-        """The attempt is sent to the nodes of this choice."""
+    def placed(self, choice: Choice, now: float, standing: Standing | None = None) -> None:
+        """The attempt is sent to the nodes of this choice. `standing`: that of its tenant, which is remembered."""
         request, placement = choice.request, choice.placement
         self._end_attempt(request.request_id)
         live = self._add_live(request.request_id, choice.attempt, placement)
@@ -264,7 +265,7 @@ class Placer:
             self._table.mark_stale(incarnation)
             live.expected = self._expect(request, placement)
         if self.log.is_recording:
-            self.log.add(decision_of(choice, self._settings.policy.value, now))
+            self.log.add(decision_of(choice, self._settings.policy.value, now, standing))
 
     def adopted(self, request: ValidRequest, attempt: int, placement: Placement, now: float) -> None:
         """The attempt runs on these nodes already, for another router: its tokens are in their reports."""

@@ -82,6 +82,13 @@ async def test_a_request_goes_where_its_prefix_is_cached_and_explain_says_why(tm
         text = await cluster.baton("explain", "second")
         assert text.startswith("second, attempt 1, ")
         assert "in hindsight" in text
+        assert "its tenant's counter was 418, that of a new tenant 0" in text
+        # Two prompts of 201 tokens and one of which 9 were not cached, and twelve generated ones, which count twice.
+        (tenant,) = json.loads(await cluster.baton("get", "tenants", "-o", "json"))["items"]
+        assert (tenant["tenant"], tenant["service_class"], tenant["share_last_minute"]) == ("", "normal", 1.0)
+        assert (tenant["served_tokens"], tenant["served_last_minute"], tenant["placed_last_minute"]) == (435, 435, 3)
+        table = (await cluster.baton("get", "tenants", "-o", "wide")).splitlines()
+        assert (table[0].split()[0], table[1].split()[:6]) == ("TENANT", ["-", "normal", "1", "0", "0", "100.0%"])
         timeline = json.loads(await cluster.baton("trace", "second", "-o", "json"))
         assert sum(stage["duration_ns"] for stage in timeline["stages"]) == timeline["total_ns"]
         first_token = [stage["duration_ns"] for stage in timeline["stages"] if not stage["after_first_token"]]

@@ -26,6 +26,7 @@ from baton.runner import SimulatedSpec, StepTime
 from baton.runner.simulated import SimulatedRunner
 from baton.wire.server.event_loop import RpcEventLoop
 from kv_transfer.figures import failure_figures
+from router.admission.tenant_figures import TenantFigures
 from tests.support.metrics_page import read_metrics_samples, read_metrics_text
 from tests.support.mini_cluster import MiniCluster, mini_cluster
 from tests.support.outside import assert_as_frozen
@@ -198,9 +199,19 @@ async def _check_every_process(tmp_path: Path) -> None:
     faults = parse_metrics(
         render(failure_figures({("p", TransferCause.LEASE_LOST): 1}), dict.fromkeys(OF_A_PROCESS, "")).decode()
     )
-    pages = {"router": router, "prefill node": prefill, "decode node of ranks": decode, "after a failure": faults}
+    # And these if there are keys.
+    tenants = TenantFigures(lambda tenant: 0.0)
+    tenants.placed("t", "normal", 1.0, 0.0, 0.0)
+    of_tenants = parse_metrics(render(tenants.figures(), dict.fromkeys(OF_A_PROCESS, "")).decode())
+    pages = {
+        "router": router,
+        "router with tenants": of_tenants,
+        "prefill node": prefill,
+        "decode node of ranks": decode,
+        "after a failure": faults,
+    }
     assert_as_frozen("metrics.txt", "".join(listed(process, page) for process, page in pages.items()))
-    found = {**router, **prefill, **decode, **faults}
+    found = {**router, **of_tenants, **prefill, **decode, **faults}
     recorded = [rule["record"] for rule in rules() if "record" in rule]
     for rule in rules():
         assert ("alert" in rule) == ("annotations" in rule)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from random import Random
 
-from baton.messages.operator import ClusterEvent, ClusterStatus
+from baton.messages.operator import ClusterEvent, ClusterStatus, TenantRow, TenantRows
 from router.http.app import HttpFront
 from router.http.model import ServedModel
 from router.http.pages.html import LiveData, live_pages
@@ -43,6 +43,7 @@ class LargeCluster:
         nodes.append(node(HOSTILE, "decode", status="Lost", detail=HOSTILE))
         nodes += [node(name, "router") for name in ("r0", "r1", HOSTILE)]
         states = ("Waiting", "Prefilling", "Transferring", "Decoding", "Retrying")
+        tenant = TenantRow(HOSTILE, HOSTILE, 1.5, 3, 2, 90.0, 60.0, 2, 3.0, 5.0, 0, 1)
         drawn = live_page_data(
             ClusterStatus(HOSTILE, "degraded", HOSTILE, nodes),
             HOSTILE,
@@ -52,6 +53,7 @@ class LargeCluster:
             [row(f"over-{n}", state="Failed", detail=HOSTILE, total_ms=1234.5, kv_bytes=1 << 20) for n in range(20)],
             [ClusterEvent(n, float(n), "Warning", "NodeLost", HOSTILE, detail=HOSTILE) for n in range(5)],
             "r0",
+            TenantRows([tenant] * 12, 80.0),
         )
         return json.dumps(drawn).encode()
 

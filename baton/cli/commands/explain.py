@@ -23,7 +23,7 @@ from baton.cli.output import (
 from baton.cli.target import ANSWER_TIMEOUT_S, AnswerTimeoutOption, OperatorAddressOption, RunDirOption
 
 if TYPE_CHECKING:
-    from baton.messages.operator import PlacementDecision, PlacementOutcome, PlacementWay, Timeline
+    from baton.messages.operator import PlacementDecision, PlacementOutcome, PlacementWay, QueuePlace, Timeline
 
 
 _COLUMNS = [
@@ -46,14 +46,28 @@ def explain(
 ) -> None:
     """Explain the placement of a request: the predicted cost of each candidate (ms), and which would have been best.
 
-    A router remembers the last few thousand requests. `*` marks the candidate that was chosen.
+    Of one that waits: how many tenants come before its own. A router remembers the last few thousand requests. `*`
+    marks the candidate that was chosen.
     """
-    decisions = ask_about_request(address, run_dir, lambda router: router.explain(request, timeout))
+    explanation = ask_about_request(address, run_dir, lambda router: router.explain(request, timeout))
     if output is not Format.TEXT:
-        print_document(output, {"request_id": request, "decisions": [asdict(decision) for decision in decisions]})
-    else:
-        for decision in decisions:
-            _print_decision(request, decision)
+        print_document(output, {"request_id": request, **asdict(explanation)})
+        return
+    for decision in explanation.decisions:
+        _print_decision(request, decision)
+    if explanation.waiting is not None:
+        _print_waiting(request, explanation.waiting)
+
+
+def _print_waiting(request: str, place: QueuePlace) -> None:
+    print_text(f"{request} has waited {fine_duration(place.waited_s)}: {place.why}")
+    before = f"{place.tenants_before} tenants come before its own, and {place.own_before} requests of its own before it"
+    print_text(f"  {before}")
+    print_text(f"  {_standing(place.tenant_counter, place.virtual_time)}")
+
+
+def _standing(counter: float, virtual_time: float) -> str:
+    return f"its tenant's counter was {counter:.0f}, that of a new tenant {virtual_time:.0f}"
 
 
 def _print_decision(request: str, decision: PlacementDecision) -> None:
@@ -62,6 +76,8 @@ def _print_decision(request: str, decision: PlacementDecision) -> None:
     print_text(f"  {decision.decision}, {decision.policy}: {decision.reason}; {decision.prompt_tokens} prompt tokens")
     if decision.continues_only_at:
         print_text(f"  the stream had begun, so only {decision.continues_only_at} could continue it")
+    if decision.tenant_counter is not None and decision.virtual_time is not None:
+        print_text(f"  {_standing(decision.tenant_counter, decision.virtual_time)}")
     if decision.ways:
         print_text()
         print_table(_COLUMNS, [_row(way, decision) for way in decision.ways])

@@ -1,4 +1,4 @@
-"""`baton get nodes`, `get requests` and `get leases`.
+"""`baton get nodes`, `get requests`, `get tenants` and `get leases`.
 
 `get nodes` is what scripts call every second: what only the others need is imported by them.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.cli.ask import ask_nodes, can_be_asked, requests_of_all_routers
+from baton.cli.ask import ask_all_routers, ask_nodes, can_be_asked, requests_of_all_routers
 from baton.cli.commands import add_group
 from baton.cli.output import (
     ListFormat,
@@ -35,7 +35,16 @@ from baton.cli.target import (
     select,
 )
 from baton.cli.views.cluster_view import view_cluster
-from baton.cli.views.rows import ENDED_STATES, brief_ms, lease_json, lease_row, oldest_first
+from baton.cli.views.rows import (
+    ENDED_STATES,
+    TenantShare,
+    brief_ms,
+    lease_json,
+    lease_row,
+    oldest_first,
+    tenant_json,
+    tenant_shares,
+)
 from baton.cli.views.watching import WatchedItem, WatchOption, watch
 from baton.did_you_mean import did_you_mean
 from baton.errors import Unreachable, UsageError
@@ -48,6 +57,8 @@ if TYPE_CHECKING:
 _REQUEST_COLUMNS = ["REQUEST", "STATE", "AGE", "PREFILL", "DECODE", "PROMPT", "OUTPUT", "ATTEMPTS", "TTFT"]
 _WIDE_REQUEST_COLUMNS = ["ROUTER", "TOTAL", "KV", "DETAIL"]
 _REQUEST_SORTS = ("age", "state", "request", "output", "ttft", "attempts")
+_TENANT_COLUMNS = ["TENANT", "CLASS", "WEIGHT", "RUN", "WAIT", "SHARE", "TOKENS/MIN", "QUEUED", "LAG", "TOKENS"]
+_WIDE_TENANT_COLUMNS = ["DISPLACED", "REFUSED"]
 _LEASE_COLUMNS = ["NODE", "REQUEST", "ATTEMPT", "SIDE", "STATE", "PEER", "BLOCKS", "AGE"]
 OVER = "OVER"
 _WIDE_LEASE_COLUMNS = ["INCARNATION", "PEER-INCARNATION", "FLIGHT"]
@@ -162,8 +173,8 @@ def register(app: typer.Typer, name: str, text: str) -> None:
         app,
         name,
         text,
-        "List nodes, requests or leases of the cluster.",
-        {"nodes": nodes, "requests": requests, "leases": leases},
+        "List nodes, requests, tenants or leases of the cluster.",
+        {"nodes": nodes, "requests": requests, "tenants": tenants, "leases": leases},
     )
 
 
@@ -348,3 +359,51 @@ def _request_cells(row: RequestRow, wide: bool) -> Sequence[str]:
         return cells
     total = "-" if row.total_ms is None else brief_ms(row.total_ms)
     return [*cells, row.router, total, size(row.kv_bytes) if row.kv_bytes else "-", row.detail or "-"]
+
+
+def tenants(
+    run_dir: RunDirOption = None,
+    address: OperatorAddressOption = None,
+    limit: Annotated[
+        int, typer.Option(help="Largest number of tenants from each router; 0: all.", min=0, metavar="N")
+    ] = 1000,
+    no_headers: NoHeadersOption = False,
+    timeout: EachAnswerTimeoutOption = ANSWER_TIMEOUT_S,
+    output: ListOutputOption = ListFormat.TABLE,
+) -> None:
+    """List the tenants and the shares of the service that they got in the last minute, over all routers.
+
+    Tokens are those that count for shares: of prompts, without cached ones, and generated ones times
+    `--fair-output-weight`. They count when their request ends. QUEUED is what the requests that got nodes in the last
+    minute had waited on average; LAG is how far the tenant is ahead of the waiting one that got least.
+    """
+    wide = output is ListFormat.WIDE
+    answers, problems = ask_all_routers(address, run_dir, lambda router: router.tenants(limit, timeout))
+    shares = tenant_shares(answers)
+    print_list(
+        output,
+        (tenant_json(each) for each in shares),
+        (each.row.tenant or "-" for each in shares),
+        _TENANT_COLUMNS + (_WIDE_TENANT_COLUMNS if wide else []),
+        (_tenant_cells(each, wide) for each in shares),
+        headers=not no_headers,
+    )
+    for problem in problems:
+        print_note(f"baton: {problem}")
+
+
+def _tenant_cells(each: TenantShare, wide: bool) -> Sequence[str]:
+    row = each.row
+    cells = [
+        row.tenant or "-",
+        row.service_class or "-",
+        f"{row.weight:g}",
+        str(row.running),
+        str(row.waiting),
+        "-" if each.share is None else f"{100 * each.share:.1f}%",
+        f"{row.served_last_minute:.0f}",
+        "-" if each.mean_wait_s is None else brief_ms(1e3 * each.mean_wait_s),
+        f"{row.lag_tokens:.0f}",
+        f"{row.served_tokens:.0f}",
+    ]
+    return [*cells, str(row.displaced), str(row.refused)] if wide else cells

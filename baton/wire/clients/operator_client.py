@@ -12,9 +12,10 @@ from baton.messages.operator import (
     ClusterEvent,
     ClusterStatus,
     DrainProgress,
-    PlacementDecision,
+    RequestExplanation,
     RequestRow,
     RoleSet,
+    TenantRows,
     Timeline,
 )
 from baton.security.access import Access, default_access
@@ -27,8 +28,9 @@ from baton.wire.codec.operator import (
     CLUSTER_STATUS,
     DRAIN_PROGRESS,
     LOADED_ADAPTER,
-    PLACEMENT_DECISION,
+    REQUEST_EXPLANATION,
     REQUEST_ROW,
+    TENANT_ROWS,
     TIMELINE,
 )
 from baton.wire.credentials import Dialer
@@ -47,10 +49,10 @@ class OperatorClient:
         """The cluster as the router sees it."""
         return CLUSTER_STATUS.from_pb(self._call(self._stub.GetStatus, pb.GetStatusRequest(), timeout_s))
 
-    def explain(self, request_id: str, timeout_s: float = 5.0) -> Sequence[PlacementDecision]:
-        """The placement decision of each attempt of a request. Raises RequestNotFound."""
-        response = self._call(self._stub.Explain, pb.ExplainRequest(request_id=request_id), timeout_s)
-        return [PLACEMENT_DECISION.from_pb(decision) for decision in response.decisions]
+    def explain(self, request_id: str, timeout_s: float = 5.0) -> RequestExplanation:
+        """The placement decision of each attempt of a request, and where it waits. Raises RequestNotFound."""
+        request = pb.ExplainRequest(request_id=request_id)
+        return REQUEST_EXPLANATION.from_pb(self._call(self._stub.Explain, request, timeout_s))
 
     def timeline(self, request_id: str, timeout_s: float = 5.0) -> Timeline:
         """The stages of a finished request with their durations. Raises RequestNotFound."""
@@ -64,6 +66,10 @@ class OperatorClient:
         """
         request = pb.ListRequestsRequest(limit=limit, request_id=request_id)
         return [REQUEST_ROW.from_pb(row) for row in self._call(self._stub.ListRequests, request, timeout_s).requests]
+
+    def tenants(self, limit: int = 0, timeout_s: float = 5.0) -> TenantRows:
+        """What this router has done for each tenant, at most `limit` of them; 0: all."""
+        return TENANT_ROWS.from_pb(self._call(self._stub.ListTenants, pb.ListTenantsRequest(limit=limit), timeout_s))
 
     def cordon(self, names: Sequence[str], timeout_s: float = 5.0) -> str:
         """Give these nodes no new requests; running ones continue. Returns a warning if the cluster now serves less.

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from baton.messages.adapters import AdapterRow, LoadedAdapter
-from baton.messages.operator import ClusterEvent, ClusterStatus, DrainProgress, PlacementDecision, RequestRow, Timeline
+from baton.messages.operator import (
+    ClusterEvent,
+    ClusterStatus,
+    DrainProgress,
+    RequestExplanation,
+    RequestRow,
+    TenantRows,
+    Timeline,
+)
 from baton.v1 import operator_pb2 as operator
 from baton.wire.codec.derived import Codec
 
 CLUSTER_STATUS = Codec(ClusterStatus, operator.GetStatusResponse)
-PLACEMENT_DECISION = Codec(PlacementDecision, operator.PlacementDecision)
+REQUEST_EXPLANATION = Codec(RequestExplanation, operator.ExplainResponse)
+TENANT_ROWS = Codec(TenantRows, operator.ListTenantsResponse)
 REQUEST_ROW = Codec(RequestRow, operator.RequestRow)
 DRAIN_PROGRESS = Codec(DrainProgress, operator.DrainNodeResponse)
 CLUSTER_EVENT = Codec(ClusterEvent, operator.ClusterEvent)

@@ -12,9 +12,10 @@ from baton.messages.operator import (
     ClusterEvent,
     ClusterStatus,
     DrainProgress,
-    PlacementDecision,
+    RequestExplanation,
     RequestRow,
     RoleSet,
+    TenantRows,
     Timeline,
 )
 from baton.v1 import operator_pb2 as pb
@@ -25,8 +26,9 @@ from baton.wire.codec.operator import (
     CLUSTER_STATUS,
     DRAIN_PROGRESS,
     LOADED_ADAPTER,
-    PLACEMENT_DECISION,
+    REQUEST_EXPLANATION,
     REQUEST_ROW,
+    TENANT_ROWS,
     TIMELINE,
 )
 
@@ -40,8 +42,8 @@ class OperatorHandler(Protocol):
 
     def status(self) -> ClusterStatus: ...
 
-    def explain(self, request_id: str) -> Sequence[PlacementDecision]:
-        """The decision of each attempt. Raises RequestNotFound."""
+    def explain(self, request_id: str) -> RequestExplanation:
+        """The decision of each attempt, and where it waits. Raises RequestNotFound."""
         ...
 
     def timeline(self, request_id: str) -> Timeline:
@@ -53,6 +55,10 @@ class OperatorHandler(Protocol):
 
         `request_id`: this request alone, if it is known.
         """
+        ...
+
+    def tenants(self, limit: int) -> TenantRows:
+        """What the router has done for each tenant; at most `limit` of them, 0: all."""
         ...
 
 
@@ -113,8 +119,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
         return CLUSTER_STATUS.to_pb(self._handler.status())
 
     async def Explain(self, request: pb.ExplainRequest, context: _Context) -> pb.ExplainResponse:
-        decisions = self._handler.explain(request.request_id)
-        return pb.ExplainResponse(decisions=[PLACEMENT_DECISION.to_pb(decision) for decision in decisions])
+        return REQUEST_EXPLANATION.to_pb(self._handler.explain(request.request_id))
 
     async def GetTimeline(self, request: pb.GetTimelineRequest, context: _Context) -> pb.GetTimelineResponse:
         return pb.GetTimelineResponse(timeline=TIMELINE.to_pb(self._handler.timeline(request.request_id)))
@@ -122,6 +127,9 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
     async def ListRequests(self, request: pb.ListRequestsRequest, context: _Context) -> pb.ListRequestsResponse:
         rows = self._handler.requests(request.limit, request.request_id)
         return pb.ListRequestsResponse(requests=map(REQUEST_ROW.to_pb, rows))
+
+    async def ListTenants(self, request: pb.ListTenantsRequest, context: _Context) -> pb.ListTenantsResponse:
+        return TENANT_ROWS.to_pb(self._handler.tenants(request.limit))
 
     async def CordonNodes(self, request: pb.CordonNodesRequest, context: _Context) -> pb.CordonNodesResponse:
         return pb.CordonNodesResponse(warning=await self._steering.cordon(list(request.nodes)))

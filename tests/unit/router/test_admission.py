@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -129,6 +130,29 @@ def test_a_full_queue_displaces_a_request_of_the_tenant_that_has_most_in_it() ->
     assert put(waiting, "u", 8, 8, tenant="few") == "y", "its own one that is less urgent"
     assert put(waiting, "v", 9, tenant="third") == "b"
     assert len(waiting) == 4
+
+
+@given(st.integers(0, 1 << 30), st.integers(1, 12))
+def test_of_the_tenant_with_most_requests_the_newest_gives_way(seed: int, max_waiting: int) -> None:
+    rng, waiting, tickets = Random(seed), queue(max_waiting), list[Ticket[str]]()
+    for number in range(60):
+        if tickets and rng.random() < 0.3:
+            waiting.remove(tickets.pop(rng.randrange(len(tickets))))
+        lengths = Counter(ticket.tenant for ticket in tickets)
+        newcomer = f"t{rng.randrange(6)}"
+        ticket = waiting.ticket(str(number), float(number), 0, NO_TARGETS, tenant=newcomer)
+        try:
+            gave_way = waiting.add(ticket, 0.0, 1)
+        except QueueFull:
+            assert len(tickets) == max_waiting
+            assert lengths[newcomer] + 1 >= max(lengths.values())
+            continue
+        tickets.append(ticket)
+        assert (gave_way is not None) == (len(tickets) > max_waiting)
+        if gave_way is not None:
+            assert lengths[gave_way.tenant] == max(lengths.values()) > lengths[newcomer] + 1
+            assert gave_way is [ticket for ticket in tickets if ticket.tenant == gave_way.tenant][-1]
+            tickets.remove(gave_way)
 
 
 def test_classes_come_one_after_the_other_and_the_last_one_gives_way() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest
+from router.admission.exchange import MAX_ENTRIES, ChargedTotal, LedgerExchange
 from router.operations.live_history import (
     MAX_BYTES,
     MAX_ROUTERS,
@@ -104,7 +106,8 @@ def test_a_quantile_is_in_the_bucket_of_its_value(counts: list[int], share: floa
 
 
 def test_totals_travel_as_json() -> None:
-    given_totals = totals(3, 7)
+    charged = tuple(ChargedTotal("embeddings-urgent", f"{n:032}", n, -1e14 / 3, 1e6 / 3) for n in range(MAX_ENTRIES))
+    given_totals = totals(3, 7, charged=charged)
     assert RouterTotals.from_json(given_totals.to_json()) == given_totals
 
 
@@ -120,6 +123,10 @@ def test_totals_travel_as_json() -> None:
         b'{"name": "' + b"r" * 65 + b'", "incarnation": "r.x"}',
         b" " * (MAX_BYTES + 1),
         totals(0, 1, ttft=tuple(range(65))).to_json(),
+        totals(0, 1, charged=(ChargedTotal("text-normal", "t", 1, math.nan, 1.0),)).to_json(),
+        totals(0, 1, charged=(ChargedTotal("text-normal", "t", 1, 1.0, 0.0),)).to_json(),
+        totals(0, 1, charged=(ChargedTotal("text-normal", "t" * 65, 1, 1.0, 1.0),)).to_json(),
+        totals(0, 1, charged=(ChargedTotal("x", "t", 1, 1.0, 1.0),) * (MAX_ENTRIES + 1)).to_json(),
     ],
 )
 def test_what_is_no_totals_is_refused(data: bytes) -> None:
@@ -132,7 +139,8 @@ async def test_routers_see_each_others_totals_and_only_their_own_while_the_regis
     registries = [FakeRegistry(store, "c") for _ in range(2)]
     pages = []
     for number, registry in enumerate(registries):
-        page = LiveTotals(registry, timers, timers.monotonic, lambda n=number: totals(n, 1), LiveHistory(BUCKETS))  # type: ignore[misc]
+        own = partial(totals, number, 1)
+        page = LiveTotals(registry, timers, timers.monotonic, own, LiveHistory(BUCKETS), LedgerExchange({}))
         page.registered_routers(["r0.x", "r1.x", "never.x"])
         pages.append(page)
     for page in pages:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from baton.messages.operator import ClusterEvent, ClusterStatus
+from baton.messages.operator import ClusterEvent, ClusterStatus, TenantRow, TenantRows
 from router.http.pages.html import LiveData
 from router.operations.live_page import MAX_ENDED, MAX_EVENTS, MAX_RUNNING, RECENT_S, live_page_data
 from tests.doubles.fake_clock import FakeClock
@@ -23,6 +24,7 @@ def picture_of(**changed: object) -> dict[str, object]:
         "ended": [],
         "events": [],
         "router": "r0",
+        "tenants": TenantRows(()),
     }
     return live_page_data(**{**parts, **changed})  # type: ignore[arg-type]
 
@@ -76,6 +78,16 @@ def test_a_pair_counts_its_recent_hand_offs() -> None:
         {"prefill": "p0", "decode": "d0", "requests": 2, "bytes": 7},
         {"prefill": "p1", "decode": "d0", "requests": 1, "bytes": 3},
     ]
+
+
+def test_tenants_have_their_shares_of_the_last_minute_and_what_their_requests_waited() -> None:
+    row = TenantRow("a", "normal", 1.0, 1, 0, 90.0, 60.0, 2, 3.0, 5.0, 0, 1)
+    idle = replace(row, tenant="idle", running=0, placed_last_minute=0, served_last_minute=0.0)
+    waits = replace(row, tenant="b", waiting=1, placed_last_minute=0, served_last_minute=20.0)
+    found = picture_of(tenants=TenantRows([row, waits, idle, replace(row, tenant="")], 240.0))["tenants"]
+    assert isinstance(found, list)
+    shown = [(each["name"], each["share"], each["wait_ms"]) for each in found]
+    assert shown == [("a", 0.25, 1500.0), ("b", round(20 / 240, 4), None)]
 
 
 def test_events_and_requests_are_bounded_and_the_latest_comes_first() -> None:

@@ -22,10 +22,11 @@ from baton.messages.node import (
     StepReport,
 )
 from baton.messages.node_model import GENERATES, Capability
+from baton.messages.operator import QueuePlace, RequestExplanation
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import EncoderContent, rows_key
 from baton.observe.metrics import Distribution, Figure
-from baton.wire.codec.operator import PLACEMENT_DECISION
+from baton.wire.codec.operator import REQUEST_EXPLANATION
 from router.admission.request import ValidRequest
 from router.operations.operator_handler import explained
 from router.placement.decisions import Choice
@@ -406,7 +407,9 @@ def test_a_decision_is_explained_and_compared_with_its_outcome() -> None:
     assert after.best.prefill_node not in (taken, "")
     assert 600 < after.regret_ms < 1000
     told = explained(after, fleet.now + 2)
-    assert PLACEMENT_DECISION.from_pb(PLACEMENT_DECISION.to_pb(told)) == told
+    for place in (None, QueuePlace("no node is up", 1.5, 2, 3, 400.0, 300.0)):
+        whole = RequestExplanation((replace(told, tenant_counter=5.0, virtual_time=4.0), told), place)
+        assert REQUEST_EXPLANATION.from_pb(REQUEST_EXPLANATION.to_pb(whole)) == whole
     assert (told.age_s, told.prefill_node, told.decode_node) == (2, taken, decode_node)
     figures = {(figure.name, *figure.labels.values()): figure for figure in fleet.placer.figures(fleet.now)}
     decisions, regret = figures["router_decisions_total", "pair", "cheapest_pair"], figures[REGRET,]

@@ -15,7 +15,8 @@ from baton.messages.ids import SCOPED_ID_PATTERN, scoped, unscoped
 from baton.messages.node import Outcome
 from baton.security.matrix import Caller, CallerRole, current_caller
 from router.admission.limits import DispatchLimits
-from router.admission.tenants import MAX_LABELS, OTHERS, Tenants
+from router.admission.tenant_figures import MAX_LABELS, OTHERS
+from router.admission.tenants import Tenants
 from router.front import GenerationHandler
 from tests.doubles.fake_tokenizer import FakeTokenizer
 from tests.support.router_parts import MODEL, decode

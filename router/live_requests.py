@@ -32,10 +32,11 @@ from baton.messages.generation import PromptLogprobs
 from baton.messages.ids import AttemptKey, unscoped
 from baton.messages.node import NodeDescription, RequestDelta, StepReport, WatchKVCache
 from baton.observe.logs import of_attempt
-from router.admission.admission import ServiceClass, Ticket
+from router.admission.admission import Ticket
 from router.admission.limits import DispatchLimits
 from router.admission.logprob_budget import LogprobBudget
 from router.admission.request import ValidRequest
+from router.admission.service_class import ServiceClass
 from router.counters import DispatchCounters
 from router.flight.active_request import ActiveRequest, Adoptions, ClientCall
 from router.flight.answer import Answer
@@ -177,9 +178,11 @@ class LiveRequests:
 
     # --- requests come and go ---
 
-    def check_room(self, priority: int, tenant: str, service_class: ServiceClass, *, embeds: bool) -> None:
+    def check_room(
+        self, priority: int, tenant: str, service_class: ServiceClass, weight: float, *, embeds: bool
+    ) -> None:
         """Raises QueueFull if a new request of this priority could not even wait for nodes."""
-        self._waiting.check_room(priority, tenant, service_class, embeds=embeds)
+        self._waiting.check_room(priority, tenant, service_class, weight, embeds=embeds)
 
     def open(self, request: ValidRequest, answer: Answer, queue: EventQueue, call: ClientCall) -> ActiveRequest:
         """Take in a request, which `start` begins and `close` ends.

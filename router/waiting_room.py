@@ -13,8 +13,9 @@ from baton.errors import BatonError, InvalidRequest, NoCapacity, Overloaded, Que
 from baton.messages.node import NodeDescription
 from baton.messages.node_model import check_capable, in_order
 from baton.values import value
-from router.admission.admission import NO_TARGETS, AdmissionQueue, ServiceClass, Ticket
+from router.admission.admission import NO_TARGETS, AdmissionQueue, Ticket
 from router.admission.limits import DispatchLimits
+from router.admission.service_class import ServiceClass
 from router.flight.active_request import ActiveRequest
 from router.flight.flight_table import AttemptCause, GiveUp, Place
 from router.placement.decisions import Choice
@@ -40,7 +41,7 @@ class _WaitingLine:
 
     def __init__(self, limits: DispatchLimits, rng: Random) -> None:
         self.queue: AdmissionQueue[ActiveRequest] = AdmissionQueue(
-            limits.max_queue, limits.priority_ageing_s, rng, limits.fair_output_weight
+            limits.max_queue, limits.priority_ageing_s, rng, limits.fair_output_weight, limits.urgent_share
         )
         self.num_placed = 0
         self._is_fair = limits.fairness != "off"
@@ -88,11 +89,21 @@ class WaitingRoom:
         """Number of requests that are on nodes, or whose client still reads their output."""
         return self._text.num_placed + self._embeddings.num_placed
 
-    def check_room(self, priority: int, tenant: str, service_class: ServiceClass, *, embeds: bool = False) -> None:
+    def check_room(
+        self,
+        priority: int,
+        tenant: str,
+        service_class: ServiceClass,
+        weight: float = 1.0,
+        *,
+        embeds: bool = False,
+    ) -> None:
         """Raises QueueFull if a new request of this priority could not even wait."""
         line = self._embeddings if embeds else self._text
         if line.queue:
-            line.queue.check_room(priority, line.num_placed, *line.share(tenant, service_class))
+            payer, service_class = line.share(tenant, service_class)
+            line.queue.set_weight(payer, service_class, weight if payer else 1.0)
+            line.queue.check_room(priority, line.num_placed, payer, service_class)
 
     def find_nodes(self, active: ActiveRequest, place: Place) -> Choice | Wait | GiveUp:
         """Find nodes for an attempt, which is sent there.
@@ -209,8 +220,10 @@ class WaitingRoom:
             return
         most_output = 0 if request.embeds else request.sampling_params.max_tokens
         payer, service_class = line.share(active.tenant, active.service_class)
+        line.queue.set_weight(payer, service_class, active.weight if payer else 1.0)
         ledger = line.queue.ledger(service_class)
         active.charge = ledger.charge(payer, request.num_prompt_tokens, most_output, active.num_computed)
+        line.queue.urgent.placed(service_class, active.charge.tokens)
 
     def end(self, active: ActiveRequest) -> None:
         """Forget a request whose client has everything, or has left. Idempotent."""
@@ -331,6 +344,7 @@ class WaitingRoom:
             is_retry=place.is_retry,
             tenant=tenant,
             service_class=service_class,
+            weight=active.weight if tenant else 1.0,
         )
 
     def _wait(self, ticket: Ticket[ActiveRequest], why: Overloaded) -> Wait:

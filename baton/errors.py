@@ -178,6 +178,12 @@ class QuotaExceeded(Overloaded):
     status = Status.RESOURCE_EXHAUSTED
 
 
+class QuotaTooSmall(QuotaExceeded):
+    """The prompt alone is larger than a quota of tokens, so the request can never be served."""
+
+    retryable = False
+
+
 class QuotaUnknown(Overloaded):
     """The request has quotas, and the registry that knows what is used of them does not answer."""
 

@@ -170,6 +170,8 @@ class _Class(Generic[T]):
         if line is None:
             line = self.lines[ticket.tenant] = _Line()
             self.ledger.begin_waiting(ticket.tenant, ticket.weight)
+        else:
+            self.ledger.set_weight(ticket.tenant, ticket.weight)
         bisect.insort(line.order, ticket, key=_order_key)
         bisect.insort(line.by_priority, ticket, key=_priority_key)
         self.num_requests += 1
@@ -342,7 +344,6 @@ class AdmissionQueue(Generic[T]):
         self.check_pace(ticket, self.times.pace_s(now), num_running)
         if displaced is not None:
             self.remove(displaced)
-        of_class.ledger.set_weight(tenant, ticket.weight)
         of_class.add(ticket)
         return displaced
 

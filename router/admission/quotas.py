@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
 from baton.clock import Clock, SystemClock
-from baton.errors import QuotaExceeded, QuotaUnknown, Unreachable
+from baton.errors import QuotaExceeded, QuotaTooSmall, QuotaUnknown, Unreachable
 from baton.registry.quotas import ProcessQuotas, QuotaStore, QuotaUse, RateUse, RoomUse, unused_s
 from baton.security.matrix import Caller
 from baton.security.quotas import Quotas
@@ -104,16 +104,15 @@ class RequestQuota:
     async def take(self, num_prompt: int, num_output: int, *, is_request: bool = True) -> None:
         """Take what a request may cost. `num_output`: the most tokens that it generates.
 
-        `is_request`: it counts as one. Raises QuotaExceeded, and QuotaUnknown while the quotas can't be read.
+        `is_request`: it counts as one. Raises QuotaExceeded, QuotaTooSmall, and QuotaUnknown if nobody knows what is
+        used.
         """
         rates = list(_rates(self._caller, num_prompt, num_output, is_request=is_request))
         for rate in rates:
             if rate.cost > rate.limit:
                 self._on_refused(_kind(rate.name))
                 why = f"this request has {num_prompt} tokens in its prompt alone: shorten it"
-                error = QuotaExceeded(f"{self._named(rate.name, rate.limit)}, and {why}")
-                error.retryable = False
-                raise error
+                raise QuotaTooSmall(f"{self._named(rate.name, rate.limit)}, and {why}")
         await self._take(rates, list(_rooms(self._caller)))
 
     async def resume(self) -> None:

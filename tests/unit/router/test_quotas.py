@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from baton.errors import Cancelled, DuplicateRequest, QuotaExceeded, QuotaUnknown
+from baton.errors import Cancelled, DuplicateRequest, QuotaExceeded, QuotaTooSmall, QuotaUnknown
 from baton.messages.generation import GenerateEvent, GenerateRequest, ModelCard
 from baton.messages.node import Outcome, Submit
 from baton.registry.quotas import LEASE_S
@@ -167,6 +167,7 @@ async def test_a_request_that_may_be_larger_than_a_limit_takes_all_of_it() -> No
         assert routers.one.limits(caller)[0].remaining == 0
         error = await routers.two.refused(caller, prompt="x" * 21)
         assert "21 tokens in its prompt alone: shorten it" in str(error)
+        assert isinstance(error, QuotaTooSmall)
         assert not error.retryable
 
 

@@ -147,6 +147,16 @@ async def test_what_was_not_used_comes_back_and_what_was_used_beyond_it_is_taken
     assert shown(await router.take(use("c", 1))) == ([66.0], 0, 6.06)
 
 
+async def test_what_the_bucket_has_filled_again_does_not_come_back_twice(store: Store) -> None:
+    router = store.router()
+    long = use("long", 1000)
+    await router.take(long)
+    store.clock.advance(59)
+    await router.take(use("b", 900))
+    router.give_back(long, [unused_s(long.rates[0], 0, 59.0)])
+    assert shown(await router.take(use("c", 1000))) == ([54.0], 0, 54.0)
+
+
 async def test_a_room_has_as_many_leases_as_its_limit_over_all_routers(store: Store) -> None:
     one, two = store.router(), store.router()
     room = [RoomUse("tenant:acme", 2)]
@@ -207,7 +217,7 @@ async def test_no_window_has_more_than_a_full_bucket_and_what_it_gained(store: S
         asked = use(str(number), rng.randint(1, limit), limit, period_s=60.0)
         if (await rng.choice(routers).take(asked)).short_of is None:
             running.append((asked, now))
-        while running and rng.random() < 0.7:
+        while running and rng.random() < 0.3:
             ended, began = running.pop(rng.randrange(len(running)))
             spent = rng.uniform(0, ended.rates[0].cost)
             routers[0].give_back(ended, [unused_s(ended.rates[0], spent, now - began)])

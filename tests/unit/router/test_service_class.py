@@ -108,8 +108,11 @@ def test_of_a_full_queue_urgent_requests_hold_their_share_and_normal_ones_the_re
 
 def test_a_tenant_of_three_times_the_weight_gets_three_times_the_tokens() -> None:
     desk = Desk()
-    desk.put("heavy", weight=3.0, count=4)
-    desk.put("light", weight=1.0, count=4)
+    desk.put("heavy", weight=3.0)
+    desk.put("light", weight=1.0)
+    assert desk.queue.ledger(NORMAL).waiting_weight == 4.0
+    desk.put("heavy", weight=3.0, count=3)
+    desk.put("light", weight=1.0, count=3)
     desk.serve(3000)
     assert desk.tokens["heavy"] / desk.tokens["light"] == pytest.approx(3.0, rel=0.03)
 

@@ -173,9 +173,19 @@ class WouldBeLate(Overloaded):
 
 
 class QuotaExceeded(Overloaded):
-    """The tenant has as many running requests as its quota allows."""
+    """The request is beyond a quota of its tenant or of its API key; the message names the quota."""
 
     status = Status.RESOURCE_EXHAUSTED
+
+
+class QuotaTooSmall(QuotaExceeded):
+    """The prompt alone is larger than a quota of tokens, so the request can never be served."""
+
+    retryable = False
+
+
+class QuotaUnknown(Overloaded):
+    """The request has quotas, and the registry that knows what is used of them does not answer."""
 
 
 class Draining(Overloaded):

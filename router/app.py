@@ -20,7 +20,9 @@ from baton.processes.ends import end_within
 from baton.registry import Membership, NodeRecord, require
 from baton.registry.base import FlightRecords
 from baton.registry.connection import with_authority
+from baton.registry.quotas import QuotaStore
 from baton.registry.redis_flights import RedisFlightRecords
+from baton.registry.redis_quotas import RedisQuotas
 from baton.registry.registry import Registry
 from baton.security.binds import check_bind
 from baton.security.matrix import CallerRole
@@ -42,8 +44,11 @@ async def run_router(
     stop: asyncio.Event,
     membership: Membership | None = None,
     records: FlightRecords | None = None,
+    quotas: QuotaStore | None = None,
 ) -> None:
     """Run a router until `stop` is set, then drain it. `ready` is called once, when the ports answer.
+
+    With a given membership quotas are kept in this process, unless a store is given for them, too.
 
     Raises ConfigError, before anything is started, for a bad model directory, a taken port or an unreachable registry;
     BackgroundFault if a background task without which the router can't go on has failed.
@@ -71,11 +76,13 @@ async def run_router(
             if config.flight_record_s:
                 records = RedisFlightRecords.connect(registry_url, config.cluster, lifetime_s=config.flight_record_s)
                 stack.push_async_callback(records.close)
+            quotas = RedisQuotas.connect(registry_url, config.cluster)
+            stack.push_async_callback(quotas.close)
         await require(membership)
         tls = config.tls.read() if config.tls is not None else None
         asks = asks_with(Dialer.to_role(CallerRole.ROUTER, config.cluster, tls))
         await require_free_name(membership, config.router_id, asks)
-        await RouterProcess(config, membership, records, model, asks).run(ready, stop, fault)
+        await RouterProcess(config, membership, records, model, asks, quotas).run(ready, stop, fault)
 
 
 def asks_with(dialer: Dialer) -> Asks:

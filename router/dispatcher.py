@@ -21,11 +21,12 @@ from baton.messages.ids import SCOPED_ID_PATTERN, new_request_id, unscoped
 from baton.messages.request_limits import MAX_POOLED_TOKENS
 from baton.messages.sampling import CONSTRAINT_KINDS, Constraint
 from baton.text.detokenizer import TextCodec
-from router.admission.admission import ServiceClass
 from router.admission.bounded_work import BoundedWork
 from router.admission.limits import NUM_TEXT_THREADS, DispatchLimits
 from router.admission.prompt_inputs import ImageRules
+from router.admission.quotas import RequestQuota
 from router.admission.request import ValidRequest
+from router.admission.service_class import ServiceClass
 from router.admission.validation import validate, with_allowed_priority
 from router.flight.active_request import ActiveRequest, ClientCall
 from router.flight.answer import Answer, ResumedAnswer, check_positions, lacks_logprobs, replayed
@@ -100,18 +101,21 @@ class Dispatcher:
         timeout_s: float | None = None,
         take: TakeChunk | None = None,
         on_finished: OnFinished | None = None,
+        quota: RequestQuota | None = None,
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Yields Accepted, Chunks and Finished; any other end raises a BatonError. Closing it cancels the request.
 
         `timeout_s` counts from the first step of the generator. A request that is turned away at once gets no Accepted.
         Chunks that `take` accepts while the generator is awaited are not among its events. `on_finished` is called
         before Finished is yielded; memory that is reserved for the answer stays so until the generator is closed.
+        `quota`: by which it takes what it costs of its tenant's quotas; None: there are none.
         """
 
         def admitted(started: float) -> Awaitable[ActiveRequest]:
-            return self._admit(raw, ClientCall(started, timeout_s, raw.traceparent, max(1, raw.call), raw.delivery))
+            call = ClientCall(started, timeout_s, raw.traceparent, max(1, raw.call), raw.delivery)
+            return self._admit(raw, call, quota)
 
-        return self._stream(admitted, take, raw.constraint_field, on_finished)
+        return self._stream(admitted, take, raw.constraint_field, on_finished, quota)
 
     def resume(
         self,
@@ -122,6 +126,7 @@ class Dispatcher:
         call: int = 0,
         repeat: GenerateRequest | None = None,
         on_finished: OnFinished | None = None,
+        quota: RequestQuota | None = None,
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Yields Accepted, the events after these positions (`Chunk.next_position`, one for each sequence), Finished.
 
@@ -133,11 +138,12 @@ class Dispatcher:
         """
         return self._stream(
             lambda started: self._resume(
-                request_id, next_token_index, ClientCall(started, timeout_s, takeover=call), repeat
+                request_id, next_token_index, ClientCall(started, timeout_s, takeover=call), repeat, quota
             ),
             take,
             repeat.constraint_field if repeat is not None else "",
             on_finished,
+            quota,
         )
 
     async def _stream(
@@ -146,9 +152,15 @@ class Dispatcher:
         take: TakeChunk | None,
         constraint_field: str,
         on_finished: OnFinished | None,
+        quota: RequestQuota | None,
     ) -> AsyncGenerator[GenerateEvent, None]:
         """`constraint_field`: as in GenerateRequest."""
-        active = await enter(self._timers.monotonic())
+        try:
+            active = await enter(self._timers.monotonic())
+        except BaseException:
+            if quota is not None:
+                quota.end(0)
+            raise
         queue, request = active.queue, active.request
         queue.pass_chunks_to(take)
         try:
@@ -163,6 +175,8 @@ class Dispatcher:
                         self.requests.all_taken(active)
                     if on_finished is not None:
                         on_finished()
+                    if quota is not None:
+                        quota.end(active.tokens_used())
                 yield event
         except InvalidRequest as error:
             # Nodes know a constraint by its kind alone.
@@ -171,20 +185,28 @@ class Dispatcher:
             raise
         finally:
             # Another stream of the client may have taken the request over.
-            if active.queue is queue:
+            is_own = active.queue is queue
+            if quota is not None:
+                quota.end(active.tokens_used() if is_own else None)
+            if is_own:
                 self.requests.close(active)
 
-    async def _admit(self, raw: GenerateRequest, call: ClientCall) -> ActiveRequest:
+    async def _admit(self, raw: GenerateRequest, call: ClientCall, quota: RequestQuota | None) -> ActiveRequest:
         with self._counted_if_rejected():
             if self._draining:
                 raise self._shutting_down()
             # Checked before any work is done for the request.
             raw = with_allowed_priority(raw, self._limits.min_priority)
             least = self._limits.min_priority if raw.min_priority is None else raw.min_priority
-            service_class = ServiceClass.of(raw.priority, least if raw.tenant else None)
-            self.requests.check_room(raw.priority, raw.tenant, service_class, embeds=raw.pooling is not None)
+            service_class = ServiceClass.of(raw.priority, least if raw.tenant else None, raw.service_class)
+            embeds = raw.pooling is not None
+            self.requests.check_room(raw.priority, raw.tenant, service_class, raw.weight, embeds=embeds)
             request = await self._validated(raw)
-            return self._open(request, Answer(self._codec, request), replace(call, service_class=service_class))
+            if quota is not None:
+                num_prompt, is_request = request.num_prompt_tokens, not raw.is_further_part
+                await quota.take(num_prompt, request.most_output_tokens, is_request=is_request)
+            call = replace(call, service_class=service_class, weight=raw.weight)
+            return self._open(request, Answer(self._codec, request), call)
 
     async def _resume(
         self,
@@ -192,7 +214,10 @@ class Dispatcher:
         positions: Sequence[int],
         call: ClientCall,
         repeat: GenerateRequest | None,
+        quota: RequestQuota | None,
     ) -> ActiveRequest:
+        if quota is not None:
+            await quota.resume()
         active = self.requests.find(request_id)
         if active is None:
             record = await self._record(request_id)
@@ -208,6 +233,8 @@ class Dispatcher:
             )
         if active is None:
             assert record is not None
+            if quota is not None:
+                quota.num_paid = record.request.num_prompt_tokens + sum(positions)
             call = _taking_over(call, record.takeover)
             self.requests.counters.resumed += 1
             return self._reopen(record, positions, replace(call, traceparent=record.traceparent))

@@ -22,6 +22,7 @@ from baton.messages.request_limits import MAX_PROMPT_BYTES
 from baton.security.matrix import current_caller
 from baton.text.detokenizer import TextCodec
 from router.admission.checks import check_model, check_text, check_token_ids
+from router.admission.quotas import RateLimit
 from router.admission.tenants import Tenants
 from router.dispatcher import Dispatcher
 from router.handler import Handler
@@ -60,14 +61,26 @@ class GenerationHandler:
         caller = current_caller.get()
         if not caller.tenant:
             return self._dispatcher.generate(request, timeout_s, take)
-        owned = replace(request, tenant=caller.tenant, min_priority=caller.min_priority)
+        owned = replace(
+            request,
+            tenant=caller.tenant,
+            min_priority=caller.min_priority,
+            service_class=caller.service_class,
+            weight=caller.weight,
+        )
         return self._tenants.counted(
-            caller, lambda on_finished: self._dispatcher.generate(owned, timeout_s, take, on_finished)
+            caller, lambda on_finished, quota: self._dispatcher.generate(owned, timeout_s, take, on_finished, quota)
         )
 
     def most_at_once(self) -> int | None:
         """How many requests the caller may have running at once; None: any number."""
-        return current_caller.get().max_concurrent
+        caller = current_caller.get()
+        limits = (caller.max_concurrent, caller.key_quotas.max_concurrent)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def rate_limits(self) -> Sequence[RateLimit]:
+        """What the caller has left of its quotas; see `QuotaDesk.rate_limits`."""
+        return self._tenants.rate_limits(current_caller.get())
 
     def resume(
         self,
@@ -86,8 +99,8 @@ class GenerationHandler:
         owned = replace(repeat, tenant=caller.tenant) if repeat is not None else None
         return self._tenants.counted(
             caller,
-            lambda on_finished: self._dispatcher.resume(
-                name, next_token_index, timeout_s, take, call, owned, on_finished
+            lambda on_finished, quota: self._dispatcher.resume(
+                name, next_token_index, timeout_s, take, call, owned, on_finished, quota
             ),
         )
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol, TypeVar
 
 from baton.messages.generation import GenerateEvent, GenerateRequest
+from router.admission.quotas import RateLimit
 
 T = TypeVar("T")
 
@@ -33,6 +34,10 @@ class Handler(Protocol):
 
     def most_at_once(self) -> int | None:
         """How many requests the caller may have running at once; None: any number."""
+        ...
+
+    def rate_limits(self) -> Sequence[RateLimit]:
+        """What the caller has left of its quotas of requests and of tokens."""
         ...
 
     def embedding_size(self) -> int:

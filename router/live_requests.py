@@ -33,11 +33,12 @@ from baton.messages.ids import AttemptKey, unscoped
 from baton.messages.node import NodeDescription, RequestDelta, StepReport, WatchKVCache
 from baton.messages.operator import QueuePlace, TenantRows
 from baton.observe.logs import of_attempt
-from router.admission.admission import ServiceClass, Ticket
+from router.admission.admission import Ticket
 from router.admission.exchange import LedgerExchange
 from router.admission.limits import DispatchLimits
 from router.admission.logprob_budget import LogprobBudget
 from router.admission.request import ValidRequest
+from router.admission.service_class import ServiceClass
 from router.admission.tenant_figures import TenantFigures
 from router.counters import DispatchCounters
 from router.flight.active_request import ActiveRequest, Adoptions, ClientCall
@@ -202,10 +203,12 @@ class LiveRequests:
 
     # --- requests come and go ---
 
-    def check_room(self, priority: int, tenant: str, service_class: ServiceClass, *, embeds: bool) -> None:
+    def check_room(
+        self, priority: int, tenant: str, service_class: ServiceClass, weight: float, *, embeds: bool
+    ) -> None:
         """Raises QueueFull if a new request of this priority could not even wait for nodes."""
         try:
-            self._waiting.check_room(priority, tenant, service_class, embeds=embeds)
+            self._waiting.check_room(priority, tenant, service_class, weight, embeds=embeds)
         except QueueFull:
             self.tenants.refused(tenant)
             raise

@@ -121,6 +121,7 @@ async def pool_all(
             priority=call.priority,
             cache_salt=call.cache_salt,
             traceparent=call.traceparent,
+            is_further_part=index > 0,
             pooling=replace(call.pooling, second_start=item.second_start) if item.second_start else call.pooling,
         )
         async with room:

@@ -30,6 +30,7 @@ from baton.observe.process_figures import process_figures
 from baton.observe.start_tracing import start_tracing
 from baton.registry import Lease, Membership, NodeRecord
 from baton.registry.base import FlightRecords
+from baton.registry.quotas import QuotaStore
 from baton.security.connection_limit import ConnectionLimit
 from baton.security.http_access import PageAuthenticator
 from baton.security.keys import KeyRing
@@ -51,6 +52,7 @@ from baton.wire.turn_budget import TurnBudget
 from router.admission.bounded_work import BoundedWork
 from router.admission.limits import DispatchLimits
 from router.admission.prompt_inputs import ImageRules
+from router.admission.quotas import QuotaDesk
 from router.admission.tenants import Tenants
 from router.cards import CurrentCard, card_without_nodes
 from router.dispatcher import Dispatcher
@@ -273,6 +275,7 @@ class _PublicPorts:
         inputs: _PromptInputs,
         operators: _Operators,
         why_not_ready: Callable[[], str],
+        quotas: QuotaStore | None,
     ) -> None:
         self._core = core
         # Shared by both.
@@ -283,7 +286,7 @@ class _PublicPorts:
             self.grpc = streaming_server(services, barrier, config.tls, limit, budget)
         else:
             self.grpc = RpcServer(services, barrier, core.tls)
-        self._tenants = Tenants(core.requests.tenants.labels)
+        self._tenants = Tenants(core.requests.tenants.labels, QuotaDesk(quotas, core.clock, core.incarnation))
         self._responses = ResponseStore(StoreBounds(**settings_for(StoreBounds, config)), core.clock)
         codec, template = core.model.codec, core.model.template
         handler = GenerationHandler(core.dispatcher, codec, core.cards, self._tenants)
@@ -345,8 +348,12 @@ class RouterProcess:
         records: FlightRecords | None,
         model: RouterModel,
         asks: Asks,
+        quotas: QuotaStore | None = None,
     ) -> None:
-        """`asks`: finds out which router answers at an address, if another one of this name starts, too."""
+        """`asks`: finds out which router answers at an address, if another one of this name starts, too.
+
+        `quotas`: where quotas are kept; None: in this process.
+        """
         self._config = config
         self._membership = membership
         self._asks = asks
@@ -354,7 +361,7 @@ class RouterProcess:
         self._core = core = _Core(config, membership, records, model, inputs)
         self._dispatcher, self._requests = core.dispatcher, core.requests
         self._operators = _Operators(config, core, lambda: self._record)
-        self._public = _PublicPorts(config, core, inputs, self._operators, self._why_not_ready)
+        self._public = _PublicPorts(config, core, inputs, self._operators, self._why_not_ready, quotas)
         host = config.advertise_host or reached_as(config.host)
         grpc, operator, http = (
             join_address(host, server.bind(config.host, port))

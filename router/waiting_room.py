@@ -14,10 +14,11 @@ from baton.messages.node import NodeDescription
 from baton.messages.node_model import check_capable, in_order
 from baton.messages.operator import QueuePlace
 from baton.values import value
-from router.admission.admission import NO_TARGETS, AdmissionQueue, ServiceClass, Ticket
+from router.admission.admission import NO_TARGETS, AdmissionQueue, Ticket
 from router.admission.exchange import LedgerExchange
 from router.admission.ledger import Standing, TenantLedger
 from router.admission.limits import DispatchLimits
+from router.admission.service_class import ServiceClass
 from router.admission.tenant_figures import TenantFigures
 from router.flight.active_request import ActiveRequest
 from router.flight.flight_table import AttemptCause, GiveUp, Place
@@ -44,7 +45,7 @@ class _WaitingLine:
 
     def __init__(self, limits: DispatchLimits, rng: Random) -> None:
         self.queue: AdmissionQueue[ActiveRequest] = AdmissionQueue(
-            limits.max_queue, limits.priority_ageing_s, rng, limits.fair_output_weight
+            limits.max_queue, limits.priority_ageing_s, rng, limits.fair_output_weight, limits.urgent_share
         )
         self.num_placed = 0
         self._is_fair = limits.fairness != "off"
@@ -106,11 +107,21 @@ class WaitingRoom:
         """Number of requests that are on nodes, or whose client still reads their output."""
         return self._text.num_placed + self._embeddings.num_placed
 
-    def check_room(self, priority: int, tenant: str, service_class: ServiceClass, *, embeds: bool = False) -> None:
+    def check_room(
+        self,
+        priority: int,
+        tenant: str,
+        service_class: ServiceClass,
+        weight: float = 1.0,
+        *,
+        embeds: bool = False,
+    ) -> None:
         """Raises QueueFull if a new request of this priority could not even wait."""
         line = self._embeddings if embeds else self._text
         if line.queue:
-            line.queue.check_room(priority, line.num_placed, *line.share(tenant, service_class))
+            payer, service_class = line.share(tenant, service_class)
+            line.queue.set_weight(payer, service_class, weight if payer else 1.0)
+            line.queue.check_room(priority, line.num_placed, payer, service_class)
 
     def find_nodes(self, active: ActiveRequest, place: Place) -> Choice | Wait | GiveUp:
         """Find nodes for an attempt, which is sent there.
@@ -262,10 +273,12 @@ class WaitingRoom:
         most_output = 0 if request.embeds else request.sampling_params.max_tokens
         num_prompt = 0 if active.is_adopted else request.num_prompt_tokens
         payer, ledger = line.ledger(active)
+        ledger.set_weight(payer, active.weight if payer else 1.0)
         active.charge = ledger.charge(payer, num_prompt, most_output, active.num_computed)
-        now = self._timers.monotonic()
-        service_class, weight = active.service_class.name.lower(), ledger.weight(payer)
-        self.tenants.placed(active.tenant, service_class, weight, at - active.started, now)
+        _, service_class = line.share(active.tenant, active.service_class)
+        line.queue.urgent.placed(service_class, active.charge.tokens)
+        now, name = self._timers.monotonic(), active.service_class.name.lower()
+        self.tenants.placed(active.tenant, name, ledger.weight(payer), at - active.started, now)
 
     def end(self, active: ActiveRequest) -> None:
         """Forget a request whose client has everything, or has left. Idempotent."""
@@ -390,6 +403,7 @@ class WaitingRoom:
             is_retry=place.is_retry,
             tenant=tenant,
             service_class=service_class,
+            weight=active.weight if tenant else 1.0,
         )
 
     def _wait(self, ticket: Ticket[ActiveRequest], why: Overloaded) -> Wait:

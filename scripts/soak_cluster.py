@@ -122,13 +122,13 @@ class Cluster:
         return None
 
     def keys(self) -> dict[str, int]:
-        """The number of Redis keys by kind. Records of ended requests expire soon and are not counted."""
+        """The number of Redis keys by kind. Records of ended requests, and quotas, expire soon and are not counted."""
         counts = {"keys of members and desired state": 0, "keys of running requests": 0}
         for key in self._redis.scan_iter(count=1000):
             kind = key.split(b":")[2] if key.count(b":") >= 2 else b""
-            if kind != b"flight":
+            if kind not in (b"flight", b"quota", b"running"):
                 counts["keys of members and desired state"] += 1
-            elif self._redis.ttl(key) > ENDED_S:
+            elif kind == b"flight" and self._redis.ttl(key) > ENDED_S:
                 counts["keys of running requests"] += 1
         return counts
 

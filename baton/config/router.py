@@ -60,6 +60,11 @@ class RouterSettings(ClusterSettings):
         description="For how many tokens of a prompt a generated token counts in --fairness; more favours tenants with "
         "short answers.",
     )
+    urgent_share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.5,
+        description="Which share of the tokens, and of the queue, requests of API keys of the class urgent get at most "
+        "while normal ones wait; 1: all.",
+    )
     max_running: Count = Field(
         16_384, description="Most requests of one router that are on nodes at once; more wait at the router."
     )

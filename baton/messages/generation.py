@@ -84,6 +84,12 @@ class GenerateRequest:
     """The owner of the request, found by the API key of the call; clients can't set it."""
     min_priority: int | None = None
     """The smallest priority that this API key may ask for; None: the router's setting says it."""
+    service_class: str = ""
+    """The class that this API key's requests have, of `baton.security.quotas.KeyClass`; empty: the priority says it."""
+    weight: float = 1.0
+    """How much of the service the tenant gets beside others that wait. Like the class, only the router sets it."""
+    is_further_part: bool = False
+    """Whether its call has another part that counts as the request in quotas of requests."""
     ttft_slo_ms: float | None = None
     """Objective: the longest time to the first token, from the request's arrival at the router."""
     tpot_slo_ms: float | None = None

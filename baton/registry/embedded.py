@@ -37,6 +37,7 @@ _COMMANDS = (
     ("records", ("get", "mget", "set", "del", "pexpire", "incrby")),
     ("sets", ("smembers", "sadd", "srem")),
     ("notices", ("publish", "subscribe", "unsubscribe")),
+    ("quotas", ("eval", "time", "zadd", "zcard", "zrem", "zremrangebyscore")),
 )
 
 

@@ -202,8 +202,8 @@ class RedisFlightRecords:
     async def _of_others(self, ends: Mapping[str, _Write]) -> set[str]:
         """The requests whose stored record belongs to another flight than the one that ended; those records stay.
 
-        This read and the writes that follow are not atomic: that would take a script, which the access rules do not
-        permit. A record that another router writes in between gets the short lifetime.
+        This read and the writes that follow are not atomic: that would take a script. A record that another router
+        writes in between gets the short lifetime.
         """
         if not ends:
             return set()

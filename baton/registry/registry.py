@@ -1,4 +1,4 @@
-"""The registry in Redis, version 6.2 or later. It uses no Lua, and no key outside `baton:CLUSTER:`.
+"""The registry in Redis, version 6.2 or later. It uses no script, and no key outside `baton:CLUSTER:`.
 
     baton:CLUSTER:node:INCARNATION   one record as JSON; expires unless its process renews it
     baton:CLUSTER:nodes              the set of all incarnations that have published; readers remove those that are gone
@@ -10,6 +10,8 @@
     baton:CLUSTER:changes            pub/sub channel; each message says that a record or the desired state changed
     baton:CLUSTER:totals:INCARNATION what a router has counted, as JSON for the live pages of all; expires
     baton:CLUSTER:flight:REQUEST     the record of one running request, see `redis_flights`
+    baton:CLUSTER:quota:NAME         what is used of a quota, and
+    baton:CLUSTER:running:NAME       which requests run that a quota counts, see `redis_quotas`
 
 Records are stored per incarnation, so that no two processes write the same key and no compare-and-set is needed.
 

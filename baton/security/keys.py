@@ -5,8 +5,8 @@ and not scrypt, which is meant for passwords that people invent and would add 50
 its hash. The time of the look-up reveals nothing about the key, since nobody can choose the first bits of a guess's
 hash; the entry that is found is compared again in constant time.
 
-The file is JSON, written atomically and readable by its owner alone. A server checks once a second whether it has
-changed.
+The file is JSON, written atomically and readable by its owner alone. Beside the keys it has what is said of tenants:
+their weights and quotas. A server checks once a second whether it has changed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ import re
 import secrets
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigError, Unauthenticated
 from baton.messages.request_limits import MAX_PRIORITY, MIN_PRIORITY
+from baton.security.json_lines import Path as JsonPath
+from baton.security.json_lines import lines_of_values
 from baton.security.matrix import KEY_ROLES, Caller, CallerRole
+from baton.security.quotas import NO_QUOTAS, KeyClass, Quotas, TenantSettings, read_quotas, read_tenant
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +41,14 @@ MAX_KEY_CHARS = 256
 _PREFIX = "baton-"
 _TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,31}\Z")
 _FIELDS = {"sha256", "tenant", "role", "max_concurrent", "created"}
-_OPTIONAL_FIELDS = {"min_priority"}
+_QUOTA_FIELDS: Mapping[str, str] = {
+    "max_concurrent": "max_concurrent_of_key",
+    "requests_per_minute": "requests_per_minute",
+    "tokens_per_minute": "tokens_per_minute",
+    "tokens_per_day": "tokens_per_day",
+}
+"""The field of a key for each limit of its own. The field max_concurrent was there before: it is for the tenant."""
+_OPTIONAL_FIELDS = {"min_priority", "class", *_QUOTA_FIELDS.values()}
 """Fields that are written only for keys that have them. A version of Baton that does not know one of them refuses the
 whole file."""
 
@@ -54,17 +64,50 @@ class ApiKey:
     created: str
     """The day on which the key was made, as text."""
     max_concurrent: int | None = None
+    """The requests of its tenant, with whatever key, beside which this key begins no more."""
     min_priority: int | None = None
+    service_class: KeyClass | None = None
+    """The class of its requests; None: their priority says it."""
+    quotas: Quotas = NO_QUOTAS
+    """The limits of this key alone."""
 
     @property
     def key_id(self) -> str:
         """The name of the key in logs and commands: the first digits of its hash, which reveal nothing."""
         return self.sha256[:8]
 
-    @property
-    def caller(self) -> Caller:
-        """The caller that shows this key."""
-        return Caller(self.role, self.tenant, self.key_id, self.max_concurrent, self.min_priority)
+    def caller(self, tenant: TenantSettings, *, is_counted: bool) -> Caller:
+        """The caller that shows this key. `is_counted`: some key of the tenant has a limit of its requests at once."""
+        limits = [most for most in (self.max_concurrent, tenant.quotas.max_concurrent) if most is not None]
+        return Caller(
+            self.role,
+            self.tenant,
+            self.key_id,
+            min(limits, default=None),
+            self.min_priority,
+            weight=tenant.weight,
+            service_class=self.service_class or "",
+            is_counted=is_counted,
+            tenant_quotas=tenant.quotas,
+            key_quotas=self.quotas,
+        )
+
+
+NO_SETTINGS = TenantSettings()
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFile:
+    """The contents of a file."""
+
+    keys: Sequence[ApiKey] = ()
+    tenants: Mapping[str, TenantSettings] = field(default_factory=dict)
+    """By name; a tenant without an entry has `NO_SETTINGS`."""
+
+    def with_tenant(self, name: str, settings: TenantSettings) -> KeyFile:
+        """The contents with other settings of a tenant."""
+        tenants = {**self.tenants, name: settings}
+        return replace(self, tenants={name: each for name, each in tenants.items() if each.written()})
 
 
 def new_key(
@@ -73,11 +116,13 @@ def new_key(
     created: str,
     max_concurrent: int | None = None,
     min_priority: int | None = None,
+    service_class: KeyClass | None = None,
+    quotas: Quotas = NO_QUOTAS,
 ) -> tuple[str, ApiKey]:
     """Make a key, which is shown once, and its entry for the file. Raises ConfigError for a bad tenant name."""
     check_tenant(tenant)
     key = _PREFIX + secrets.token_urlsafe(32)
-    return key, ApiKey(_digest(key).hex(), tenant, role, created, max_concurrent, min_priority)
+    return key, ApiKey(_digest(key).hex(), tenant, role, created, max_concurrent, min_priority, service_class, quotas)
 
 
 def check_tenant(tenant: str) -> None:
@@ -89,23 +134,68 @@ def check_tenant(tenant: str) -> None:
 
 
 def read_keys(path: Path) -> Sequence[ApiKey]:
-    """Read the keys in a file. Raises ConfigError for a file that `write_keys` has not written."""
+    """Read the keys in a file. Raises ConfigError for a file that is not valid."""
+    return read_key_file(path).keys
+
+
+def read_key_file(path: Path) -> KeyFile:
+    """Read a file. Raises ConfigError for one that is not valid, with the line of the first entry that is wrong."""
     try:
-        content = json.loads(path.read_bytes())
-        if content["version"] != VERSION:
-            raise ConfigError(
-                f"{path} has format version {content['version']!r}; this version of Baton reads {VERSION}"
-            )
-        return [_key(entry) for entry in content["keys"]]
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: `baton keys add {path}` makes it") from None
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not a file of API keys: {error}") from None
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise ConfigError(f"{path}{line}: this is not JSON: {error}") from None
+    try:
+        return _key_file(content)
+    except _WrongEntry as error:
+        if not error.place:
+            raise ConfigError(f"{path} is not a file of API keys: {error}") from None
+        raise ConfigError(f"{path}, line {lines_of_values(text)[error.place]}: {error}") from None
 
 
-def write_keys(path: Path, keys: Sequence[ApiKey]) -> None:
+class _WrongEntry(ValueError):
+    """An entry that can't be read, and its place in the file."""
+
+    def __init__(self, why: str, place: JsonPath = ()) -> None:
+        super().__init__(why)
+        self.place = place
+
+
+def _key_file(content: Any) -> KeyFile:
+    """Raises _WrongEntry."""
+    if not isinstance(content, dict) or not isinstance(content.get("keys"), list):
+        raise _WrongEntry('it must be an object with "version" and a list "keys"')
+    if content.get("version") != VERSION:
+        raise _WrongEntry(f"it has version {content.get('version')!r}; this version of Baton reads {VERSION}")
+    if unknown := sorted(set(content) - {"version", "keys", "tenants"}):
+        raise _WrongEntry(f"{unknown[0]!r} is unknown: it may have version, keys and tenants", (unknown[0],))
+    tenants = content.get("tenants", {})
+    if not isinstance(tenants, dict):
+        raise _WrongEntry("tenants must be an object with the settings of each tenant by its name", ("tenants",))
+    keys, settings = [], {}
+    for index, entry in enumerate(content["keys"]):
+        try:
+            keys.append(_key(entry))
+        except (ValueError, TypeError, KeyError, ConfigError) as error:
+            raise _WrongEntry(str(error), ("keys", index)) from None
+    for name, entry in tenants.items():
+        try:
+            check_tenant(name)
+            settings[name] = read_tenant(entry)
+        except (ValueError, ConfigError) as error:
+            raise _WrongEntry(f"tenant {name[:80]!r}: {error}", ("tenants", name)) from None
+    return KeyFile(keys, settings)
+
+
+def write_keys(path: Path, keys: Sequence[ApiKey], tenants: Mapping[str, TenantSettings] | None = None) -> None:
     """Replace the file atomically, readable by its owner alone. Raises OSError."""
     entries = [
         {
@@ -115,13 +205,17 @@ def write_keys(path: Path, keys: Sequence[ApiKey]) -> None:
             "max_concurrent": key.max_concurrent,
             "created": key.created,
             **({} if key.min_priority is None else {"min_priority": key.min_priority}),
+            **({} if key.service_class is None else {"class": key.service_class.value}),
+            **{_QUOTA_FIELDS[name]: limit for name, limit in key.quotas.written().items()},
         }
         for key in keys
     ]
+    of_tenants = {name: settings.written() for name, settings in (tenants or {}).items()}
+    content = {"version": VERSION, "keys": entries, **({"tenants": of_tenants} if of_tenants else {})}
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(descriptor, "w") as file:
-            json.dump({"version": VERSION, "keys": entries}, file, indent=2)
+            json.dump(content, file, indent=2)
             file.write("\n")
         os.replace(name, path)
     except BaseException:
@@ -137,7 +231,7 @@ class KeyRing:
         self._path = path
         self._checked_at = 0.0
         self._stamp_read = _stamp(path)
-        self._by_digest = _by_digest(read_keys(path))
+        self._callers = _by_digest(read_key_file(path))
 
     def caller(self, key: str, now: float) -> Caller:
         """The caller to whom the key belongs. Raises Unauthenticated. `now`: seconds on any monotonic clock."""
@@ -151,10 +245,10 @@ class KeyRing:
         if len(key) > MAX_KEY_CHARS:
             raise Unauthenticated(f"the API key has {len(key)} characters; no valid key has more than {MAX_KEY_CHARS}")
         digest = _digest(key)
-        known = self._by_digest.get(digest)
-        if known is None or not hmac.compare_digest(bytes.fromhex(known.sha256), digest):
+        known = self._callers.get(digest)
+        if known is None or not hmac.compare_digest(known[0], digest):
             raise Unauthenticated("this API key is unknown or has been removed")
-        return known.caller
+        return known[1]
 
     def _read_if_changed(self) -> None:
         stamp = _stamp(self._path)
@@ -162,8 +256,8 @@ class KeyRing:
             return
         self._stamp_read = stamp
         try:
-            self._by_digest = _by_digest(read_keys(self._path))
-            _log.info("keys: the file has changed and holds %d keys", len(self._by_digest))
+            self._callers = _by_digest(read_key_file(self._path))
+            _log.info("keys: the file has changed and holds %d keys", len(self._callers))
         except ConfigError as error:
             # While the file is being written, callers must not be refused.
             _log.error("keys: the file can't be read, and the keys stay as they were: %s", error)
@@ -179,8 +273,15 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="surrogatepass")).digest()
 
 
-def _by_digest(keys: Sequence[ApiKey]) -> Mapping[bytes, ApiKey]:
-    return {bytes.fromhex(key.sha256): key for key in keys}
+def _by_digest(file: KeyFile) -> Mapping[bytes, tuple[bytes, Caller]]:
+    """The digest of each key, and its caller, by digest."""
+    counted = {key.tenant for key in file.keys if key.max_concurrent is not None}
+    counted |= {name for name, settings in file.tenants.items() if settings.quotas.max_concurrent is not None}
+    found = {}
+    for key in file.keys:
+        digest, settings = bytes.fromhex(key.sha256), file.tenants.get(key.tenant, NO_SETTINGS)
+        found[digest] = digest, key.caller(settings, is_counted=key.tenant in counted)
+    return found
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
@@ -193,8 +294,9 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 def _key(entry: Mapping[str, Any]) -> ApiKey:
-    if set(entry) - _OPTIONAL_FIELDS != _FIELDS:
-        raise ValueError(f"a key has the fields {', '.join(sorted(_FIELDS))}, and may have min_priority")
+    if not isinstance(entry, dict) or set(entry) - _OPTIONAL_FIELDS != _FIELDS:
+        optional = ", ".join(sorted(_OPTIONAL_FIELDS))
+        raise ValueError(f"a key has the fields {', '.join(sorted(_FIELDS))}, and may have {optional}")
     role, most = CallerRole(entry["role"]), entry["max_concurrent"]
     if role not in KEY_ROLES:
         raise ValueError(f"a key can't have the role {role.value}")
@@ -205,5 +307,11 @@ def _key(entry: Mapping[str, Any]) -> ApiKey:
     least = entry.get("min_priority")
     if least is not None and (type(least) is not int or not MIN_PRIORITY <= least <= MAX_PRIORITY):
         raise ValueError("min_priority must be a 32-bit integer, or null")
+    named = entry.get("class")
+    if named not in (None, *KeyClass):
+        raise ValueError(f"class must be {', '.join(KeyClass)} or null, not {named!r}")
+    service_class = None if named is None else KeyClass(named)
     check_tenant(entry["tenant"])
-    return ApiKey(entry["sha256"], entry["tenant"], role, str(entry["created"]), most, least)
+    quotas = read_quotas(entry, _QUOTA_FIELDS)
+    created = str(entry["created"])
+    return ApiKey(entry["sha256"], entry["tenant"], role, created, most, least, service_class, quotas)

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from baton.security.quotas import NO_QUOTAS, Quotas
+
 _EVERY = "*"
 """Stands for every method of a service that has no entry of its own."""
 OPERATOR_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
@@ -128,6 +130,19 @@ class Caller:
     """Limit of concurrent requests of the tenant. None: no limit."""
     min_priority: int | None = None
     """The smallest priority that its requests may have. None: the router's setting says it."""
+    weight: float = 1.0
+    """How much of the service the tenant gets beside others that wait."""
+    service_class: str = ""
+    """The class of its requests, of `baton.security.quotas.KeyClass`; empty: their priority says it."""
+    is_counted: bool = False
+    """Whether the tenant's running requests are counted over all routers, since one of its keys has a limit of them."""
+    tenant_quotas: Quotas = NO_QUOTAS
+    key_quotas: Quotas = NO_QUOTAS
+
+    @property
+    def has_quotas(self) -> bool:
+        """Whether its requests have to be counted beside those that other routers serve."""
+        return self.is_counted or bool(self.tenant_quotas) or bool(self.key_quotas)
 
 
 ANYONE = Caller(CallerRole.ANYONE)

@@ -82,7 +82,7 @@ def to_rpc(error: BatonError) -> RpcStatus:
 
 def _trailer(error: BatonError) -> list[tuple[str, str]]:
     trailer = []
-    if isinstance(error, Overloaded):
+    if isinstance(error, Overloaded) and error.retryable:
         trailer.append((_PUSHBACK, str(round(error.retry_after_s * 1e3))))
     if error.tokens_sent is not None:
         trailer.append((_TOKENS_SENT, str(error.tokens_sent)))

@@ -7,10 +7,12 @@ Pure: the clock is an argument. The rules:
    see `waiting_room`). First come requests that were placed before and lost their nodes: their clients are in
    mid-stream. Then come those of the most urgent class (`ServiceClass`), of which each tenant gets its share
    (`ledger`). Those of one tenant are ordered by priority, and waiting makes up for priority as on the nodes, so that
-   none of them starves.
+   none of them starves. While urgent and normal requests wait, the urgent ones get no more than a share of the tokens
+   (`urgent_share`); batch requests get what nobody else wants.
 3. The queue is bounded. When it is full, requests of a less urgent class give way, and then those of the same one: of
    the tenant that has most requests there for its weight the newest one of the lowest priority. If that is the tenant
-   of a new request which is no more urgent, the new one is refused.
+   of a new request which is no more urgent, the new one is refused. Of the queue, too, urgent requests hold no more
+   than their share against normal ones.
 4. A request that is predicted to miss its deadline, its time to first token or its time per token is refused at once,
    so that its client can go elsewhere. Only times that this router has measured count, and of those the best ones. An
    idle node is always worth a try: a slow pace counts only while requests show it, so that a bad measurement does not
@@ -22,7 +24,6 @@ Pure: the clock is an argument. The rules:
 from __future__ import annotations
 
 import bisect
-import enum
 import heapq
 import itertools
 import math
@@ -34,6 +35,7 @@ from typing import Generic, TypeVar
 from baton.errors import QueueFull, WouldBeLate
 from baton.values import value
 from router.admission.ledger import TenantLedger
+from router.admission.service_class import ServiceClass, UrgentShare
 
 _RECENT = 64
 """The number of latest requests whose times are kept."""
@@ -62,24 +64,6 @@ class LatencyTargets:
 NO_TARGETS = LatencyTargets()
 
 
-class ServiceClass(enum.IntEnum):
-    """How urgent a request is among those of all tenants; smaller ones come first."""
-
-    URGENT = 0
-    NORMAL = 1
-    BATCH = 2
-
-    @classmethod
-    def of(cls, priority: int, min_priority: int | None) -> ServiceClass:
-        """The class of a request with this priority.
-
-        `min_priority`: the smallest one that operators allow its tenant; None: there are no tenants.
-        """
-        if min_priority is not None and min_priority > 0:
-            return cls.BATCH
-        return cls.URGENT if min_priority is not None and priority < 0 else cls.NORMAL
-
-
 class Ticket(Generic[T]):
     """A request's place in the queue; made by `AdmissionQueue.ticket`, and in the queue once it was added."""
 
@@ -93,6 +77,7 @@ class Ticket(Generic[T]):
         "service_class",
         "targets",
         "tenant",
+        "weight",
     )
 
     def __init__(
@@ -107,9 +92,12 @@ class Ticket(Generic[T]):
         is_retry: bool,
         tenant: str,
         service_class: ServiceClass,
+        weight: float,
     ) -> None:
         self.item = item
         self.tenant = tenant
+        self.weight = weight
+        """Of the tenant."""
         self.service_class = service_class
         self.arrived = arrived
         self.priority = priority
@@ -191,7 +179,9 @@ class _Class(Generic[T]):
         line = self.lines.get(ticket.tenant)
         if line is None:
             line = self.lines[ticket.tenant] = _Line(next(self._numbers))
-            self.ledger.begin_waiting(ticket.tenant)
+            self.ledger.begin_waiting(ticket.tenant, ticket.weight)
+        else:
+            self.ledger.set_weight(ticket.tenant, ticket.weight)
         bisect.insort(line.order, ticket, key=_order_key)
         bisect.insort(line.by_priority, ticket, key=_priority_key)
         self.num_requests += 1
@@ -272,10 +262,18 @@ class _Class(Generic[T]):
 class AdmissionQueue(Generic[T]):
     """The requests that wait for nodes, in the order in which they are tried."""
 
-    def __init__(self, max_waiting: int, ageing_s: float, rng: Random, output_weight: float = 2.0) -> None:
+    def __init__(
+        self,
+        max_waiting: int,
+        ageing_s: float,
+        rng: Random,
+        output_weight: float = 2.0,
+        urgent_share: float = 0.5,
+    ) -> None:
         """`ageing_s`: how many seconds of waiting weigh as much as one step of priority; 0: none ever do.
 
-        `output_weight`: for how many tokens of a prompt a generated token counts in a tenant's share.
+        `output_weight`: for how many tokens of a prompt a generated token counts in a tenant's share. `urgent_share`:
+        what urgent requests get at most of the tokens, and of the queue, while normal ones wait.
         """
         self.times = ServiceTimes()
         self._max_waiting = max_waiting
@@ -284,6 +282,7 @@ class AdmissionQueue(Generic[T]):
         self._retries: list[Ticket[T]] = []
         """Requests that were placed before."""
         self._classes: Mapping[ServiceClass, _Class[T]] = {each: _Class(output_weight) for each in ServiceClass}
+        self.urgent = UrgentShare(urgent_share, lambda name: self._classes[name].num_requests)
         self._count = 0
 
     def __len__(self) -> int:
@@ -297,6 +296,10 @@ class AdmissionQueue(Generic[T]):
         """What the tenants have had of the service to this class."""
         return self._classes[service_class].ledger
 
+    def set_weight(self, tenant: str, service_class: ServiceClass, weight: float) -> None:
+        """The tenant's weight is this one from now on."""
+        self._classes[service_class].ledger.set_weight(tenant, weight)
+
     def ticket(
         self,
         item: T,
@@ -307,6 +310,7 @@ class AdmissionQueue(Generic[T]):
         is_retry: bool = False,
         tenant: str = "",
         service_class: ServiceClass = ServiceClass.NORMAL,
+        weight: float = 1.0,
     ) -> Ticket[T]:
         """Make a ticket, which `add` puts into the queue."""
         self._count += 1
@@ -322,20 +326,25 @@ class AdmissionQueue(Generic[T]):
             is_retry=is_retry,
             tenant=tenant,
             service_class=service_class,
+            weight=weight,
         )
 
     def first(self) -> Ticket[T] | None:
         """The next request, if any waits."""
         if self._retries:
             return self._retries[0]
-        firsts = (each.first() for each in self._classes.values())
+        firsts = (self._classes[name].first() for name in self.urgent.order)
         return next((first for first in firsts if first is not None), None)
 
     def is_next(self, ticket: Ticket[T]) -> bool:
         """Whether no request in the queue is ahead of it."""
         if self._retries or ticket.is_retry:
             return not self._retries or ticket.order_key <= self._retries[0].order_key
-        return not self._num_before(ticket.service_class) and self._classes[ticket.service_class].is_next(ticket)
+        order = self.urgent.order
+        before = order[: order.index(ticket.service_class)]
+        if any(self._classes[name].num_requests for name in before):
+            return False
+        return self._classes[ticket.service_class].is_next(ticket)
 
     def check_room(
         self, priority: int, num_running: int, tenant: str = "", service_class: ServiceClass = ServiceClass.NORMAL
@@ -401,24 +410,18 @@ class AdmissionQueue(Generic[T]):
         drained_s = self._wait_s(tenant, service_class, num_before, num_running)
         return min(max(drained_s, _SHORTEST_RETRY_S), _LONGEST_RETRY_S) * self._rng.uniform(0.75, 1.25)
 
-    def _num_before(self, service_class: ServiceClass) -> int:
-        """The number of waiting requests of more urgent classes."""
-        return sum(each.num_requests for name, each in self._classes.items() if name < service_class)
-
     def _wait_s(self, tenant: str, service_class: ServiceClass, num_before: int, num_running: int) -> float:
         """How long a request waits that has so many of its own before it: others take their shares meanwhile."""
         of_class = self._classes[service_class]
         # The others can't be served more requests meanwhile than they have waiting.
         num_meanwhile = min((num_before + 1) * of_class.times_as_long(tenant) - 1, of_class.num_requests)
         own_s = self.times.wait_s(num_meanwhile, num_running)
-        num_urgent = len(self._retries) + self._num_before(service_class)
+        num_urgent = len(self._retries) + self.urgent.num_meanwhile(service_class, num_meanwhile + 1)
         return own_s + (self.times.wait_s(num_urgent - 1, num_running) if num_urgent else 0.0)
 
     def _gives_way(self, priority: int, tenant: str, service_class: ServiceClass) -> Ticket[T] | None:
         """The request that gives way to a new one; None: none does."""
-        for name in sorted(self._classes, reverse=True):
-            if name < service_class:
-                return None
+        for name in self.urgent.giving_way_to(service_class, self._max_waiting):
             newcomer = tenant if name is service_class else None
             if (found := self._classes[name].gives_way(newcomer, priority)) is not None:
                 return found

@@ -104,6 +104,15 @@ class TenantLedger:
         account = self._waiting.get(tenant) or self._idle.get(tenant)
         return 1.0 if account is None else account.weight
 
+    def set_weight(self, tenant: str, weight: float) -> None:
+        """What the tenant is charged from now on is divided by this weight."""
+        if self.weight(tenant) == weight:
+            return
+        account = self._account(tenant)
+        if tenant in self._waiting:
+            self.waiting_weight += weight - account.weight
+        account.weight = weight
+
     def begin_waiting(self, tenant: str, weight: float = 1.0) -> None:
         """A tenant without waiting requests has one."""
         account = self._idle.pop(tenant, None) or _Account(self._now)

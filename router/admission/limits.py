@@ -29,6 +29,8 @@ class DispatchLimits:
     """Whether waiting requests of several tenants get nodes by what each tenant has had."""
     fair_output_weight: float = 2.0
     """For how many tokens of a prompt a generated token counts in that."""
+    urgent_share: float = 0.5
+    """The share of the tokens that requests of the urgent class get while normal ones wait, too."""
     max_tokenizing: int = 64
     """The most long requests that may wait for a thread that parses, renders and tokenizes them."""
     max_backlog_tokens: int = 256

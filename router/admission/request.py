@@ -65,6 +65,16 @@ class ValidRequest(RequestSpec):
         return len(self.prompt_token_ids) or self.prompt_length
 
     @property
+    def num_computed(self) -> int:
+        """The number of sequences that nodes compute for it: beams, too, of which the client gets some."""
+        return self.sampling_params.beam_width or self.sampling_params.n
+
+    @property
+    def most_output_tokens(self) -> int:
+        """The most tokens that nodes generate for it."""
+        return 0 if self.embeds else self.num_computed * self.sampling_params.max_tokens
+
+    @property
     def num_row_bytes(self) -> int:
         """Bytes of the rows, and of what encoders make rows of, that it has in place of tokens."""
         if not self.spans:

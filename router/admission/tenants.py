@@ -1,45 +1,57 @@
-"""Counts the requests of each tenant, and refuses those beyond the number that a tenant may have at once."""
+"""Counts the requests of each tenant, and refuses those beyond its quotas and those of its keys (`quotas`)."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from types import TracebackType
 
 from baton.errors import QuotaExceeded
 from baton.messages.generation import GenerateEvent
 from baton.observe.metrics import Figure
 from baton.security.matrix import Caller
+from router.admission.quotas import QuotaDesk, RateLimit, RequestQuota
 from router.admission.tenant_figures import TenantLabels
 
 
 class Tenants:
     """The tenants of one router. Operators choose their names, which are no secret; keys are not known here."""
 
-    def __init__(self, labels: TenantLabels | None = None) -> None:
+    def __init__(self, labels: TenantLabels | None = None, desk: QuotaDesk | None = None) -> None:
         """`labels`: those of all metrics by tenant."""
+        self._desk = desk or QuotaDesk()
         self._running: Counter[str] = Counter()
         self._accepted: Counter[str] = Counter()
-        self._refused: Counter[str] = Counter()
+        self._refused: Counter[tuple[str, str]] = Counter()
+        """By label and reason."""
         self._labels = TenantLabels() if labels is None else labels
 
     def counted(
-        self, caller: Caller, begin: Callable[[Callable[[], None]], AsyncGenerator[GenerateEvent, None]]
+        self,
+        caller: Caller,
+        begin: Callable[[Callable[[], None], RequestQuota | None], AsyncGenerator[GenerateEvent, None]],
     ) -> AsyncGenerator[GenerateEvent, None]:
         """The events of a request, which counts as running until it has ended well, or they are closed.
 
-        `begin` makes the events; its argument is to be called when all of them are taken and the request ended well.
-        Raises QuotaExceeded, before the request begins, if the tenant has as many running as it may have.
+        `begin` makes the events. Its first argument is to be called when all of them are taken and the request ended
+        well; by the second one it takes the quotas of its tenant and key, None: there are none. Raises QuotaExceeded,
+        before the request begins, if its tenant has as many running here as it may have anywhere.
         """
         tenant, label = caller.tenant, self._labels.of(caller.tenant)
         if caller.max_concurrent is not None and self._running[tenant] >= caller.max_concurrent:
-            self._refused[label] += 1
-            raise QuotaExceeded(f"{caller.max_concurrent} requests of {tenant} run, as many as may; wait for an end")
+            self._refused[label, "max_concurrent"] += 1
+            raise QuotaExceeded(
+                f"max_concurrent of tenant {tenant}: {caller.max_concurrent} requests, as many as may, run"
+            )
         place = _Place(lambda: self._request_over(tenant))
-        events = begin(place.give_back)
+        events = begin(place.give_back, self._desk.open(caller, lambda why: self._refuse(label, why)))
         self._accepted[label] += 1
         self._running[tenant] += 1
         return _Counted(events, place)
+
+    def rate_limits(self, caller: Caller) -> Sequence[RateLimit]:
+        """What a caller has left of its quotas; see `QuotaDesk.rate_limits`."""
+        return self._desk.rate_limits(caller)
 
     def figures(self) -> Iterator[Figure]:
         """The metrics, by tenant."""
@@ -49,10 +61,15 @@ class Tenants:
         for name, text, counts in (
             ("tenant_requests_total", "Requests by tenant.", self._accepted),
             ("tenant_requests_running", "Requests that run now, by tenant.", running),
-            ("tenant_requests_refused_total", "Requests beyond what the tenant may have at once.", self._refused),
         ):
             for label in self._labels:
                 yield Figure(name, text, counts[label], {"tenant": label})
+        text = "Requests beyond a quota of the tenant or of its API key, by the quota."
+        for (label, why), count in sorted(self._refused.items()):
+            yield Figure("tenant_requests_refused_total", text, count, {"tenant": label, "why": why})
+
+    def _refuse(self, label: str, why: str) -> None:
+        self._refused[label, why] += 1
 
     def _request_over(self, tenant: str) -> None:
         self._running[tenant] -= 1

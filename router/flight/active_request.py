@@ -11,10 +11,11 @@ from baton.messages.logprob_rows import LogprobLog
 from baton.messages.node import StepReport
 from baton.observe.tracing import Span
 from baton.values import value
-from router.admission.admission import LatencyTargets, ServiceClass, Ticket
+from router.admission.admission import LatencyTargets, Ticket
 from router.admission.ledger import Charge
 from router.admission.logprob_budget import LogprobReservation
 from router.admission.request import ValidRequest
+from router.admission.service_class import ServiceClass
 from router.flight.answer import Answer
 from router.flight.event_queue import EventQueue
 from router.flight.flight import Flight
@@ -39,6 +40,8 @@ class ClientCall:
     delivery: Delivery = "stream"
     """The delivery that GenerateRequest asks for."""
     service_class: ServiceClass = ServiceClass.NORMAL
+    weight: float = 1.0
+    """How much of the service its tenant gets beside others that wait."""
 
 
 class ActiveRequest:
@@ -84,6 +87,7 @@ class ActiveRequest:
         "wait_timer",
         "waiting_since",
         "wanted",
+        "weight",
         "why_waiting",
     )
 
@@ -144,6 +148,7 @@ class ActiveRequest:
         """Whether its log-probabilities may need more memory. It is asked with each token."""
         self.delivery = delivery
         self.service_class = call.service_class
+        self.weight = call.weight
         self.num_row_bytes = request.num_row_bytes
         """How many bytes of rows and images count for it among those of all requests."""
         self.logprobs: list[LogprobLog] = []
@@ -183,11 +188,14 @@ class ActiveRequest:
         cached = 0 if self.finish is None else self.finish[0].timings.cached_tokens
         return max(0, self.request.num_prompt_tokens - cached), num_output
 
+    def tokens_used(self) -> int:
+        """Tokens that count in quotas: the whole prompt, once nodes were found for it, and what was generated."""
+        return 0 if self.placed_at is None else self.request.num_prompt_tokens + self.tokens_computed()[1]
+
     @property
     def num_computed(self) -> int:
         """The number of sequences that nodes compute for it: beams, too, of which the client gets some."""
-        params = self.request.sampling_params
-        return params.beam_width or params.n
+        return self.request.num_computed
 
     def targets(self) -> LatencyTargets:
         """The latency targets of the request, by which a queue says early that they can't be met."""

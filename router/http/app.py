@@ -33,6 +33,7 @@ from router.http.model import ServedModel
 from router.http.pages.html import html_pages
 from router.http.pages.status import status_routes
 from router.http.pooling.endpoints import Classify, Embeddings, Rerank, Score
+from router.http.rate_limits import NAMES, with_rate_limits
 from router.http.responses.endpoint import InputTokens, ResponsesEndpoint, stored_routes
 from router.http.responses.store import ResponseStore
 
@@ -66,6 +67,7 @@ class HttpFront:
         """
         self._authenticator = authenticator or PageAuthenticator()
         self._rng = rng
+        self._handler = handler
         audio = AudioBodies(speech)
 
         def speech_endpoint(*, translates: bool) -> SpeechEndpoint:
@@ -107,7 +109,10 @@ class HttpFront:
         send = _naming(collect_ignored(), send)
         try:
             check_headers(scope)
-            current_caller.set(self._authenticator.check(scope["path"], scope["headers"]))
+            caller = self._authenticator.check(scope["path"], scope["headers"])
+            current_caller.set(caller)
+            if caller.has_quotas:
+                send = with_rate_limits(self._handler, send)
             request_id = request_id_of(scope, self._rng)
             scope["state"]["request_id"] = request_id
             # With this, starlette raises for a wrong method instead of answering by itself.
@@ -290,6 +295,7 @@ EXPOSED = (
     "baton-path-reason",
     "baton-kv-bytes",
     "x-baton-ignored-fields",
+    *NAMES,
 )
 """The headers of answers that pages may read."""
 _PREFLIGHT_VALID_S = 600

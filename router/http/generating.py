@@ -66,6 +66,9 @@ class GeneratingEndpoint(BodyEndpoint, Generic[P]):
             await call.fetch_images(self._model)
         parsed = await self._parsed(call, timeout_s)
         call.release()
+        if len(parsed.requests) > 1:
+            further = [replace(request, is_further_part=True) for request in parsed.requests[1:]]
+            parsed = replace(parsed, requests=[parsed.requests[0], *further])
         if call.traceparent:
             requests = [replace(request, traceparent=call.traceparent) for request in parsed.requests]
             parsed = replace(parsed, requests=requests)

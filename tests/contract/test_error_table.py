@@ -62,6 +62,8 @@ CODES = {
     "VersionGone": "ABORTED",
     "SlowReader": "RESOURCE_EXHAUSTED",
     "QuotaExceeded": "RESOURCE_EXHAUSTED",
+    "QuotaTooSmall": "RESOURCE_EXHAUSTED",
+    "QuotaUnknown": "UNAVAILABLE",
     "Unauthenticated": "UNAUTHENTICATED",
     "PermissionDenied": "PERMISSION_DENIED",
     "EngineFault": "INTERNAL",
@@ -119,7 +121,7 @@ async def test_each_error_has_its_status_and_its_details(error: BatonError) -> N
     async with served(FakeGenerationHandler(error)) as channel:
         told = await end_of(channel)
         assert told.code().name == CODES[type(error).__name__]
-        assert ("grpc-retry-pushback-ms" in trailer_of(told)) == isinstance(error, Overloaded)
+        assert ("grpc-retry-pushback-ms" in trailer_of(told)) == (isinstance(error, Overloaded) and error.retryable)
         fields = [
             violation.field
             for detail in rpc_status.from_call(told).details  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TypeVar
 
 from baton.messages.generation import Accepted, Finished, GenerateEvent, GenerateRequest
+from router.admission.quotas import RateLimit
 
 T = TypeVar("T")
 
@@ -68,6 +69,8 @@ class FakeHandler:
         self.calls: asyncio.Queue[FakeCall] = asyncio.Queue()
         self.most: int | None = None
         """The value that `most_at_once` returns."""
+        self.limits: Sequence[RateLimit] = ()
+        """The value that `rate_limits` returns."""
         self.reported_size = 0
         """The value that `embedding_size` returns."""
         self.num_in_threads = 0
@@ -80,6 +83,9 @@ class FakeHandler:
 
     def most_at_once(self) -> int | None:
         return self.most
+
+    def rate_limits(self) -> Sequence[RateLimit]:
+        return self.limits
 
     def embedding_size(self) -> int:
         return self.reported_size

@@ -107,6 +107,7 @@ class Transcription:
             max_tokens=1,
             allowed_token_ids=tuple(code_of),
             traceparent=self._call.traceparent,
+            is_further_part=True,
             audio=pcm_of(self._samples, heard),
         )
         async with aclosing(self._answer(request)) as answer:
@@ -176,6 +177,7 @@ class Transcription:
             request_id=name,
             model=self._call.model,
             traceparent=self._call.traceparent,
+            is_further_part=True,
             audio=pcm_of(self._samples, (start, stop)),
             pooling=PoolingRequest(
                 Pooling.ALIGN, second_start=len(prompt), num_rows=max(1, (stop - start) // SAMPLES_PER_ROW)
@@ -203,6 +205,7 @@ class Transcription:
             max_tokens=max(1, longest),
             logit_bias=dict.fromkeys(self._prompts.suppressed, _NEVER),
             traceparent=self._call.traceparent,
+            is_further_part=any(before not in self._silent for before in range(index)),
             audio=pcm_of(self._samples, self.parts[index]),
             logprobs=0 if self._call.with_logprobs else None,
         )

@@ -5,14 +5,25 @@ from __future__ import annotations
 import json
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from baton.errors import ConfigError, Unauthenticated
 from baton.security.http_access import key_from_authorization
-from baton.security.keys import MAX_KEY_CHARS, KeyRing, bearer_key, new_key, read_keys, write_keys
+from baton.security.keys import (
+    MAX_KEY_CHARS,
+    KeyFile,
+    KeyRing,
+    bearer_key,
+    new_key,
+    read_key_file,
+    read_keys,
+    write_keys,
+)
 from baton.security.matrix import CallerRole
+from baton.security.quotas import NO_QUOTAS, KeyClass, Quotas
 
 
 @pytest.fixture
@@ -57,7 +68,37 @@ def test_a_key_may_have_a_smallest_priority_and_others_are_written_as_before(fil
     urgent, other = add(file, min_priority=-(2**31)), add(file)
     ring = KeyRing(file)
     assert [ring.caller(key, 0.0).min_priority for key in (urgent, other)] == [-(2**31), None]
-    assert ["min_priority" in entry for entry in json.loads(file.read_text())["keys"]] == [True, False]
+    content = json.loads(file.read_text())
+    assert ["min_priority" in entry for entry in content["keys"]] == [True, False]
+    assert set(content) == {"version", "keys"}
+    assert set(content["keys"][1]) == {"sha256", "tenant", "role", "max_concurrent", "created"}
+
+
+def test_a_caller_has_what_the_file_says_of_its_key_and_of_its_tenant(file: Path) -> None:
+    limited, other = add(file, most=5), add(file)
+    file.write_text(
+        json.dumps(
+            {
+                **json.loads(file.read_text()),
+                "tenants": {"acme": {"weight": 3, "max_concurrent": 9, "tokens_per_day": 1000}},
+            }
+        )
+    )
+    keys = read_key_file(file)
+    own = replace(keys.keys[1], service_class=KeyClass.BATCH, quotas=Quotas(max_concurrent=2, requests_per_minute=7))
+    write_keys(file, [keys.keys[0], own], keys.tenants)
+    assert read_key_file(file) == KeyFile([keys.keys[0], own], keys.tenants)
+    ring = KeyRing(file)
+    first, second = ring.caller(limited, 0.0), ring.caller(other, 0.0)
+    assert (first.weight, first.service_class, first.max_concurrent, first.key_quotas) == (3.0, "", 5, NO_QUOTAS)
+    assert (second.service_class, second.max_concurrent) == ("batch", 9)
+    assert second.key_quotas == own.quotas
+    assert first.tenant_quotas == second.tenant_quotas == Quotas(max_concurrent=9, tokens_per_day=1000)
+
+
+def test_all_requests_of_a_tenant_are_counted_if_one_of_its_keys_has_a_limit(file: Path) -> None:
+    keys = add(file, most=5), add(file), add(file, "other")
+    assert [KeyRing(file).caller(key, 0.0).has_quotas for key in keys] == [True, True, False]
 
 
 def test_a_key_that_is_too_long_is_not_hashed(file: Path) -> None:
@@ -87,8 +128,9 @@ def test_a_change_of_the_file_is_seen_within_a_second(file: Path) -> None:
 def test_an_unreadable_file_leaves_the_known_keys_valid(file: Path) -> None:
     key = add(file)
     ring = KeyRing(file)
-    file.write_text("{")
-    assert ring.caller(key, 10.0).tenant == "acme"
+    for number, broken in enumerate(("{", file.read_text().replace('"role": "client"', '"role": "king"'))):
+        file.write_text(broken)
+        assert ring.caller(key, 10.0 + number).tenant == "acme"
     os.unlink(file)
     assert ring.caller(key, 20.0).tenant == "acme"
 
@@ -109,13 +151,27 @@ def test_an_unreadable_file_leaves_the_known_keys_valid(file: Path) -> None:
         ({"tenant": "a/b"}, "tenant"),
         ({"tenant": ""}, "tenant"),
         ({"extra": 1}, "has the fields"),
+        ({"class": "urgnt"}, "line 4: class must be batch, normal, urgent or null, not 'urgnt'"),
+        ({"class": []}, "line 4: class must be"),
+        ({"tokens_per_minute": 0}, "line 4: tokens_per_minute must be a whole number of 1 to 1000000000, or null"),
+        ({"tokens_per_day": True}, "line 4: tokens_per_day must be"),
+        ({"requests_per_minute": 1.5}, "line 4: requests_per_minute must be"),
+        ({"max_concurrent_of_key": 10**9 + 1}, "line 4: max_concurrent_of_key must be"),
+        ({"tenants": {"a": {}, "b": {"weight": 0}}}, "line 14: tenant 'b': weight must be a number of 0.01 to 1000"),
+        ({"tenants": {"b": {"weight": float("nan")}}}, "line 13: tenant 'b': weight must be"),
+        ({"tenants": {"b": {"weight": "3"}}}, "line 13: tenant 'b': weight must be"),
+        ({"tenants": {"b": {"wait": 1}}}, "line 13: tenant 'b': a tenant may have weight, max_concurrent"),
+        ({"tenants": {"b": []}}, "line 13: tenant 'b': a tenant may have"),
+        ({"tenants": {"B": {}}}, "line 13: tenant 'B': .*lower-case"),
+        ({"tenants": []}, "line 12: tenants must be an object"),
+        ({"version": 1, "teants": {}}, "line 12: 'teants' is unknown"),
     ],
 )
 def test_an_invalid_file_is_refused_with_its_name(file: Path, change: dict[str, object], said: str) -> None:
     add(file)
     content = json.loads(file.read_text())
-    (content if {"version", "keys"} & set(change) else content["keys"][0]).update(change)
-    file.write_text(json.dumps(content))
+    (content if {"version", "keys", "tenants"} & set(change) else content["keys"][0]).update(change)
+    file.write_text(json.dumps(content, indent=2))
     with pytest.raises(ConfigError, match=said):
         KeyRing(file)
 

@@ -12,8 +12,9 @@ from cryptography import x509
 
 from baton.cli.main import main
 from baton.errors import ConfigError, ExitCode
-from baton.security.keys import KeyRing, read_keys
+from baton.security.keys import KeyRing, read_key_file, read_keys
 from baton.security.matrix import CallerRole
+from baton.security.quotas import Quotas, TenantSettings
 from baton.security.tls_files import TlsFiles, certificate_files
 
 
@@ -92,10 +93,63 @@ def test_a_key_is_created_listed_and_revoked(tmp_path: Path, capsys: pytest.Capt
     assert main(["keys", "revoke", file, "00000000"]) == ExitCode.NOT_FOUND
     capsys.readouterr()
     assert main(["keys", "list", file]) == 0
-    assert capsys.readouterr().out.split()[:6] == ["ID", "TENANT", "ROLE", "MAX", "PRIORITY", "CREATED"]
+    assert capsys.readouterr().out.split()[:6] == ["ID", "TENANT", "ROLE", "CLASS", "MAX", "PRIORITY"]
     assert main(["keys", "add", file, "--tenant", "a/b"]) == ExitCode.BAD_CONFIG
     assert main(["keys", "add", file, "--role", "router"]) == ExitCode.USAGE
     assert main(["keys", "list", str(tmp_path / "none")]) == ExitCode.BAD_CONFIG
+
+
+def test_limits_are_given_changed_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(tmp_path / "keys.json")
+    words = ["--tenant", "acme", "--weight", "3", "--class", "urgent", "--tokens-per-minute", "1000"]
+    assert main(["keys", "add", file, *words]) == 0
+    assert main(["keys", "set", file, "--tenant", "acme", "--requests-per-minute", "60", "--max-concurrent", "8"]) == 0
+    (key_id,) = (key.key_id for key in read_keys(Path(file)))
+    changes = ["--class", "none", "--min-priority", "-5", "--max-concurrent-of-key", "2"]
+    assert main(["keys", "set", file, "--key", key_id, *changes]) == 0
+    assert main(["keys", "add", file, "--tenant", "acme"]) == 0
+    found = read_key_file(Path(file))
+    assert found.tenants == {"acme": TenantSettings(3.0, Quotas(max_concurrent=8, requests_per_minute=60))}
+    changed = found.keys[0]
+    assert (changed.service_class, changed.min_priority) == (None, -5)
+    assert changed.quotas == Quotas(max_concurrent=2, tokens_per_minute=1000)
+    capsys.readouterr()
+    assert main(["keys", "list", file, "-o", "json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert listed["tenants"]["acme"]["requests_per_minute"] == 60
+    assert (listed["keys"][0]["tokens_per_minute"], listed["keys"][0]["max_concurrent_of_key"]) == (1000, 2)
+    assert main(["keys", "list", file]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["acme", "3", "8", "60", "-", "-"]
+    nothing = ["--weight", "none", "--requests-per-minute", "none", "--max-concurrent", "none"]
+    assert main(["keys", "set", file, "--tenant", "acme", *nothing]) == 0
+    assert "tenants" not in json.loads(Path(file).read_text())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--weight", "3"], "either --tenant NAME or --key ID"),
+        (["--tenant", "acme", "--key", "x", "--weight", "3"], "either --tenant NAME or --key ID"),
+        (["--tenant", "acme"], "nothing is changed: give one of --weight"),
+        (["--tenant", "acme", "--class", "batch"], "--class is for --key"),
+        (["--key", "x", "--weight", "2"], "--weight is for --tenant"),
+        (["--tenant", "acme", "--weight", "0.001"], "--weight must be a number of 0.01 to 1000, or none, not '0.001'"),
+        (["--tenant", "acme", "--weight", "nan"], "--weight must be"),
+        (["--tenant", "acme", "--tokens-per-day", "0"], "--tokens-per-day must be a whole number of 1 to"),
+        (["--tenant", "acme", "--tokens-per-day", "1.5"], "--tokens-per-day must be a whole number of 1 to"),
+        (["--tenant", "umbrella", "--weight", "2"], "has no key of tenant 'umbrella'"),
+        (["--key", "00000000", "--class", "batch"], "has no key '00000000'"),
+    ],
+)
+def test_a_wrong_change_is_refused_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    file = str(tmp_path / "keys.json")
+    assert main(["keys", "add", file, "--tenant", "acme"]) == 0
+    before = Path(file).read_text()
+    assert main(["keys", "set", file, *words]) in (ExitCode.USAGE, ExitCode.NOT_FOUND)
+    assert said in capsys.readouterr().err
+    assert Path(file).read_text() == before
 
 
 def test_the_redis_user_may_access_only_the_keys_of_one_cluster(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.errors import QueueFull, WouldBeLate
-from router.admission.admission import AdmissionQueue, LatencyTargets, ServiceClass, Ticket
+from router.admission.admission import AdmissionQueue, LatencyTargets, Ticket
+from router.admission.service_class import ServiceClass
 
 NO_TARGETS = LatencyTargets()
 

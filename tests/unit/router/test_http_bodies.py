@@ -71,6 +71,9 @@ def test_every_field_of_a_request_can_be_set_over_http() -> None:
         # Who asks, and how urgently it may, is known from the key, and its trace from a header.
         "tenant": "",
         "min_priority": None,
+        "service_class": "",
+        "weight": 1.0,
+        "is_further_part": False,
         "traceparent": "",
         # HTTP has no field for it: a stream that goes on is asked for with last-event-id.
         "call": 0,

@@ -32,6 +32,7 @@ from typing import Generic, TypeVar
 from baton.errors import QueueFull, WouldBeLate
 from baton.values import value
 from router.admission.ledger import TenantLedger
+from router.admission.turns import Turns
 
 _RECENT = 64
 """The number of latest requests whose times are kept."""
@@ -139,7 +140,11 @@ class ServiceTimes:
         """The time until so many requests and one more have been placed, by Little's law; 0 while nothing is known."""
         if not self._service or not num_running:
             return 0.0
-        return (num_ahead + 1) * sum(self._service) / len(self._service) / num_running
+        return (num_ahead + 1) * self.request_s() / num_running
+
+    def request_s(self) -> float:
+        """The mean time of the latest requests; 0 while nothing is known."""
+        return sum(self._service) / len(self._service) if self._service else 0.0
 
     def first_token_s(self) -> float:
         """The shortest time to first token of the latest requests; 0 while nothing is known."""
@@ -173,6 +178,7 @@ class _Class(Generic[T]):
 
     def __init__(self, output_weight: float) -> None:
         self.ledger = TenantLedger(output_weight)
+        self.turns = Turns()
         self.lines: dict[str, _Line[T]] = {}
         """By tenant; none is empty."""
         self.num_requests = 0
@@ -264,6 +270,10 @@ class AdmissionQueue(Generic[T]):
     def ledger(self, service_class: ServiceClass) -> TenantLedger:
         """What the tenants have had of the service to this class."""
         return self._classes[service_class].ledger
+
+    def turns(self, service_class: ServiceClass) -> Turns:
+        """What the tenants have on nodes of this class."""
+        return self._classes[service_class].turns
 
     def ticket(
         self,

@@ -36,12 +36,13 @@ def test_turns_of_a_tenant_keep_their_order_and_none_waits_for_longer_than_a_req
 
 def test_a_turn_is_later_by_the_share_of_what_is_on_nodes_and_by_the_class() -> None:
     turns = Turns()
-    for tenant, amount in (("flood", 300.0), ("light", 100.0)):
-        turns.place(tenant, amount, 0.0, REQUEST_S)
+    most, _ = [turns.place(*of, 0.0, REQUEST_S) for of in (("flood", 300.0), ("light", 100.0))]
     assert turns.place("flood", 0.0, 10.0, REQUEST_S).at == 10.0 + 0.75 * REQUEST_S
     assert turns.place("light", 0.0, 10.0, REQUEST_S).at == 10.0 + 0.25 * REQUEST_S
     assert turns.place("urgent", 0.0, 10.0, REQUEST_S, delay=-1).at == 10.0 - REQUEST_S
     assert turns.place("batch", 0.0, 10.0, REQUEST_S, delay=1).at == 10.0 + REQUEST_S
+    turns.end(most)
+    assert turns.place("light", 0.0, 20.0, REQUEST_S).at == 20.0 + REQUEST_S, "all that is left is its own"
 
 
 @pytest.mark.parametrize(

@@ -382,7 +382,7 @@ class LiveRequests:
             self._view.noticed(incarnation, report.notice)
         if report.load.draining:
             self.changed.set()
-        if self._waiting and (report.adapters is not None or not self._view.why_full(incarnation)):
+        if self._waiting and (report.adapters is not None or self._waiting.may_have_room(incarnation)):
             self._serve_queue()
 
     def _end_adoptions(self, incarnation: str, report: StepReport) -> None:
@@ -554,7 +554,8 @@ class LiveRequests:
             self._waiting.placed(active, now)
             self.counters.queue_time.observe(now - active.started)
         active.cached_on = choice.cached_on
-        effects = active.flight.handle(Placed(choice.placement))
+        turn = self._waiting.turn_in_s(active, place, now)
+        effects = active.flight.handle(Placed(choice.placement, turn))
         self._write_record(active, choice.placement)
         return effects
 

@@ -48,11 +48,11 @@ class _WaitingLine:
             limits.max_queue, limits.priority_ageing_s, rng, limits.fair_output_weight, limits.urgent_share
         )
         self.num_placed = 0
-        self._is_fair = limits.fairness != "off"
+        self.is_fair = limits.fairness != "off"
 
     def share(self, tenant: str, service_class: ServiceClass) -> tuple[str, ServiceClass]:
         """The tenant that a request counts for, and its class there."""
-        return (tenant, service_class) if self._is_fair else ("", ServiceClass.NORMAL)
+        return (tenant, service_class) if self.is_fair else ("", ServiceClass.NORMAL)
 
     def ledger(self, active: ActiveRequest) -> tuple[str, TenantLedger]:
         """The tenant that a request counts for, and the ledger that has its counter."""
@@ -272,13 +272,22 @@ class WaitingRoom:
         line.num_placed += 1
         most_output = 0 if request.embeds else request.sampling_params.max_tokens
         num_prompt = 0 if active.is_adopted else request.num_prompt_tokens
-        payer, ledger = line.ledger(active)
+        payer, service_class = line.share(active.tenant, active.service_class)
+        ledger = line.queue.ledger(service_class)
         ledger.set_weight(payer, active.weight if payer else 1.0)
-        active.charge = ledger.charge(payer, num_prompt, most_output, active.num_computed)
-        _, service_class = line.share(active.tenant, active.service_class)
-        line.queue.urgent.placed(service_class, active.charge.tokens)
+        active.charge = charge = ledger.charge(payer, num_prompt, most_output, active.num_computed)
+        line.queue.urgent.placed(service_class, charge.tokens)
+        weight, request_s = ledger.weight(payer), line.queue.times.request_s()
+        delay = service_class - ServiceClass.NORMAL
+        active.turn = line.queue.turns(service_class).place(payer, charge.tokens / weight, at, request_s, delay)
         now, name = self._timers.monotonic(), active.service_class.name.lower()
-        self.tenants.placed(active.tenant, name, ledger.weight(payer), at - active.started, now)
+        self.tenants.placed(active.tenant, name, weight, at - active.started, now)
+
+    def turn_in_s(self, active: ActiveRequest, place: Place, now: float) -> float | None:
+        """In how many seconds it is the turn of an attempt that is placed now; None: nodes are told nothing of that."""
+        if not self._line(active).is_fair:
+            return None
+        return 0.0 if active.turn is None or place.is_retry else active.turn.at - now
 
     def end(self, active: ActiveRequest) -> None:
         """Forget a request whose client has everything, or has left. Idempotent."""
@@ -287,10 +296,14 @@ class WaitingRoom:
         line.num_placed -= active.counts_as_placed
         active.counts_as_placed = False
         charge, active.charge = active.charge, None
+        turn, active.turn = active.turn, None
         if charge is not None:
-            _, ledger = line.ledger(active)
+            _, service_class = line.share(active.tenant, active.service_class)
+            ledger = line.queue.ledger(service_class)
             cost = ledger.settle(charge, *active.tokens_computed(), active.num_computed)
             self.tenants.served(active.tenant, cost, self._timers.monotonic())
+            if turn is not None:
+                line.queue.turns(service_class).end(turn)
 
     def note_times(self, active: ActiveRequest) -> None:
         """Note the times of a request that has ended well, as a prediction for others."""
@@ -341,12 +354,22 @@ class WaitingRoom:
             choice = self._choose(candidates, active, place, with_room=True)
         except (InvalidRequest, NoCapacity):
             choice = self._choose(candidates, active, place)
-        placement = choice.placement
+        placement, goes_ahead = choice.placement, self._goes_ahead(ticket)
         for node in (placement.prefill, placement.decode):
-            if node is not None and (why := self._view.why_full(node.incarnation)):
+            if node is not None and (why := self._view.why_full(node.incarnation, goes_ahead=goes_ahead)):
                 raise Overloaded(f"every node is full: the best one {why}")
         self._check_in_time(ticket, choice)
         return choice
+
+    def may_have_room(self, incarnation: str) -> bool:
+        """Whether the node may have room for a request that waits and is next."""
+        firsts = (self._text.queue.first(), self._embeddings.queue.first())
+        goes_ahead = any(first is not None and self._goes_ahead(first) for first in firsts)
+        return not self._view.why_full(incarnation, goes_ahead=goes_ahead)
+
+    def _goes_ahead(self, ticket: Ticket[ActiveRequest]) -> bool:
+        """Whether a request goes ahead of those that wait for seats on nodes."""
+        return self._line(ticket.item).queue.turns(ticket.service_class).goes_ahead(ticket.tenant)
 
     def _check_in_time(self, ticket: Ticket[ActiveRequest], choice: Choice) -> None:
         """Raises WouldBeLate if the chosen nodes are predicted to miss the request's latency targets."""

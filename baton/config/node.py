@@ -182,9 +182,11 @@ class NodeSettings(ClusterSettings):
         description="Most adapters in a node's memory, at least max_loras. Others are read again when a request needs "
         "them, in place of the one that was used least recently.",
     )
-    scheduling_policy: Literal["fcfs", "priority"] = Field(
-        "fcfs",
-        description="Which request is served first: the first to arrive (fcfs), or the one with the smallest priority.",
+    scheduling_policy: Literal["turns", "fcfs", "priority"] = Field(
+        "turns",
+        description="Which request is served first: the one whose turn is first by its tenant's share, as routers tell "
+        "it, and otherwise the first to arrive (turns); the first to arrive (fcfs); or the one with the smallest "
+        "priority.",
     )
 
     @model_validator(mode="after")

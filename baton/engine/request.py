@@ -138,7 +138,7 @@ class Request:
         "num_submitted_tokens", "num_unreported", "outcome", "output_token_ids", "parent_id", "pooling",
         "prompt_logprobs", "prompt_token_ids", "queue_position", "reader_block_size", "repetition", "request_id",
         "root_id", "sampling_params", "sequence_index", "spans", "spec", "spec_token_ids", "status", "stop_ids",
-        "stop_reason",
+        "stop_reason", "turn_in_s",
     )  # fmt: skip
 
     def __init__(
@@ -154,11 +154,13 @@ class Request:
         output_token_ids: Sequence[int] = (),
         reader_block_size: int = 0,
         attempt: AttemptKey | None = None,
+        turn_in_s: float = 0.0,
     ) -> None:
         """`spec`: what is computed; the runner has its adapter loaded, or loads it before the request is scheduled.
         `output_token_ids`: tokens that an earlier attempt generated, which generation continues; one sequence only.
         `reader_block_size`: of a prefill leg, tokens in a block of the node that is to read its KV; 0: as many as here.
         `attempt`: its name towards routers and other nodes, where there are any.
+        `turn_in_s`: how many seconds after its arrival it is its turn, where requests are served in turn.
 
         Raises ValueError for arguments that contradict each other.
         """
@@ -188,6 +190,7 @@ class Request:
         self.client_index = client_index
         self.arrival_time = arrival_time if arrival_time is not None else math.inf
         """Seconds on the scheduler's clock; the scheduler sets it when the request is added, unless it is given."""
+        self.turn_in_s = turn_in_s
         self.leg = leg
         self.kv_source = kv_source
         self.pooling = (spec.pooling or PoolingParams()) if leg is Leg.EMBED else None
@@ -368,6 +371,7 @@ class Request:
             client_index=self.client_index,
             arrival_time=self.arrival_time,
             attempt=self.attempt,
+            turn_in_s=self.turn_in_s,
         )
         sibling.root_id, sibling.sequence_index = self.root_id, sequence_index
         sibling.take_prompt(self.prompt_token_ids)

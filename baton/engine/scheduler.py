@@ -16,9 +16,9 @@ Every request is in one of these places:
 Four rules keep the scheduler from deadlocks and from using wrong KV:
 
   - Admission is all or nothing (see admission.py).
-  - The newest running request (or the one with the largest priority number) is preempted first, so the first request
-    in turn always progresses. No load begins in a step that preempts, so no peer writes to blocks that are still to be
-    copied out.
+  - The request whose turn is last (or the newest one, or that with the largest priority number) is preempted first, so
+    the first request in turn always progresses. No load begins in a step that preempts, so no peer writes to blocks
+    that are still to be copied out.
   - A prefill leg is never preempted: its blocks are offered while it runs, and a peer may be reading them. It never
     lacks a block: it gets all its blocks at admission, or reuses those that it has.
   - Blocks enter the prefix cache at commit, when their KV is known to be there.

@@ -30,6 +30,7 @@ class LongSequences:
 
 
 PreemptionMode = Literal["recompute", "swap", "auto"]
+SchedulingPolicy = Literal["turns", "fcfs", "priority"]
 TransferFailurePolicy = Literal["reroute", "recompute", "fail"]
 
 
@@ -58,9 +59,10 @@ class SchedulerConfig:
     """Whether some groups of layers keep states (see `LayerState`)."""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    policy: Literal["fcfs", "priority"] = "fcfs"
-    """Which request is admitted first and preempted last: the one that arrived first (fcfs), or the one with the
-    smallest priority number (priority)."""
+    policy: SchedulingPolicy = "turns"
+    """Which request is admitted first and preempted last: the one whose turn is first, which without turns of a router
+    is the one that arrived first (turns); the one that arrived first (fcfs); or the one with the smallest priority
+    number (priority)."""
     priority_ageing_s: float = 60.0
     """Seconds of waiting that outweigh a priority difference of 1; 0: waiting counts for nothing, and requests of large
     priority numbers may starve."""

@@ -169,6 +169,9 @@ class Submit:
     """See `Adopt.takeover`."""
     reader_block_size: int = 0
     """For a prefill leg: tokens in a block of the decode node that is to read the prompt; 0: as many as in one here."""
+    turn: float | None = None
+    """In how many seconds it is its turn on the node, see `router.admission.turns`; None: at once, as the router shares
+    nothing among tenants, or is of an earlier version."""
 
     @property
     def num_sequences(self) -> int:

@@ -209,7 +209,7 @@ class EncoderContent(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., data: _Optional[bytes] = ..., kind: _Optional[_Union[ContentKind, str]] = ..., held_by: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("attempt", "leg", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "kv_source", "output_token_ids", "traceparent", "takeover", "reader_block_size", "adapter", "pooling", "spans", "contents")
+    __slots__ = ("attempt", "leg", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "kv_source", "output_token_ids", "traceparent", "takeover", "reader_block_size", "adapter", "pooling", "spans", "contents", "turn")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     LEG_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -225,6 +225,7 @@ class Submit(_message.Message):
     POOLING_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     CONTENTS_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     leg: Leg
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -240,7 +241,8 @@ class Submit(_message.Message):
     pooling: PoolingParams
     spans: _containers.RepeatedCompositeFieldContainer[PromptSpan]
     contents: _containers.RepeatedCompositeFieldContainer[EncoderContent]
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., leg: _Optional[_Union[Leg, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., kv_source: _Optional[_Union[Peer, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., takeover: _Optional[int] = ..., reader_block_size: _Optional[int] = ..., adapter: _Optional[str] = ..., pooling: _Optional[_Union[PoolingParams, _Mapping]] = ..., spans: _Optional[_Iterable[_Union[PromptSpan, _Mapping]]] = ..., contents: _Optional[_Iterable[_Union[EncoderContent, _Mapping]]] = ...) -> None: ...
+    turn: float
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., leg: _Optional[_Union[Leg, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., kv_source: _Optional[_Union[Peer, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., takeover: _Optional[int] = ..., reader_block_size: _Optional[int] = ..., adapter: _Optional[str] = ..., pooling: _Optional[_Union[PoolingParams, _Mapping]] = ..., spans: _Optional[_Iterable[_Union[PromptSpan, _Mapping]]] = ..., contents: _Optional[_Iterable[_Union[EncoderContent, _Mapping]]] = ..., turn: _Optional[float] = ...) -> None: ...
 
 class AdapterList(_message.Message):
     __slots__ = ("adapters",)

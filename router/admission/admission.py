@@ -36,6 +36,7 @@ from baton.errors import QueueFull, WouldBeLate
 from baton.values import value
 from router.admission.ledger import TenantLedger
 from router.admission.service_class import ServiceClass, UrgentShare
+from router.admission.turns import Turns
 
 _RECENT = 64
 """The number of latest requests whose times are kept."""
@@ -129,7 +130,11 @@ class ServiceTimes:
         """The time until so many requests and one more have been placed, by Little's law; 0 while nothing is known."""
         if not self._service or not num_running:
             return 0.0
-        return (num_ahead + 1) * sum(self._service) / len(self._service) / num_running
+        return (num_ahead + 1) * self.request_s() / num_running
+
+    def request_s(self) -> float:
+        """The mean time of the latest requests; 0 while nothing is known."""
+        return sum(self._service) / len(self._service) if self._service else 0.0
 
     def first_token_s(self) -> float:
         """The shortest time to first token of the latest requests; 0 while nothing is known."""
@@ -167,6 +172,7 @@ class _Class(Generic[T]):
 
     def __init__(self, output_weight: float) -> None:
         self.ledger = TenantLedger(output_weight)
+        self.turns = Turns()
         self.lines: dict[str, _Line[T]] = {}
         """By tenant; none is empty."""
         self._longest: list[tuple[float, int, str]] = []
@@ -299,6 +305,10 @@ class AdmissionQueue(Generic[T]):
     def set_weight(self, tenant: str, service_class: ServiceClass, weight: float) -> None:
         """The tenant's weight is this one from now on."""
         self._classes[service_class].ledger.set_weight(tenant, weight)
+
+    def turns(self, service_class: ServiceClass) -> Turns:
+        """What the tenants have on nodes of this class."""
+        return self._classes[service_class].turns
 
     def ticket(
         self,

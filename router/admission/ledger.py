@@ -8,10 +8,12 @@ cost, in tokens divided by the tenant's weight. The rules:
 2. A request is charged when it gets nodes, with the tokens of its prompt and those that requests of its tenant usually
    generate, each of which counts as several of a prompt. When it ends, the charge becomes what it has cost. An attempt
    after the first costs nothing.
-3. A tenant that had no waiting request begins to wait with its own counter, but with no lower one than any waiting
-   tenant's: a time without requests earns nothing. If nobody waited at some time since it was charged last, its counter
-   is also no higher than that of every waiting tenant: capacity that nobody else wanted costs nothing. What a charge
-   turns out to have been too much is given back only as far as the counter has not been moved since.
+3. A tenant that had no waiting request begins to wait, or gets nodes before those that wait, with its own counter, but
+   with one that is at most a few of its requests behind the virtual time (the highest of all lowest counters of waiting
+   tenants): a time without requests earns a burst of so many, and no more. If nobody waited at some time since it was
+   charged last, its counter is also no higher than that of every waiting tenant: capacity that nobody else wanted costs
+   nothing. What a charge turns out to have been too much is given back only as far as the counter has not been moved
+   since.
 4. A tenant without requests is forgotten when there are too many such tenants. It then comes as a new one does.
 5. What other routers have charged the tenant since their last exchange counts as if it had been charged here
    (`exchange`). They may give back less than rule 3 lets them: only as much as they charged here since the counter was
@@ -34,6 +36,8 @@ _FIRST_OUTPUT = 128.0
 """The tokens that a request of a new tenant is expected to generate."""
 _NEWEST = 0.05
 """The weight of the newest request in the mean length of a tenant's outputs."""
+_BURST = 4
+"""A tenant that has had less than others has so many requests before theirs when it begins to wait."""
 _MAX_IDLE = 10_000
 """So many tenants without waiting requests are remembered."""
 
@@ -60,12 +64,14 @@ class Standing:
 class _Account:
     """What is known of a tenant."""
 
-    __slots__ = ("by_others", "counter", "mean_output", "moved", "number", "period", "weight")
+    __slots__ = ("by_others", "counter", "last_charge", "mean_output", "moved", "number", "period", "weight")
 
     def __init__(self, counter: float) -> None:
         self.counter = counter
         self.weight = 1.0
         self.mean_output = _FIRST_OUTPUT
+        self.last_charge = 0.0
+        """In tokens divided by the weight."""
         self.moved = 0.0
         """By how much the counter was moved in all, when the tenant began to wait."""
         self.period = -1
@@ -116,11 +122,8 @@ class TenantLedger:
     def begin_waiting(self, tenant: str, weight: float = 1.0) -> None:
         """A tenant without waiting requests has one."""
         account = self._idle.pop(tenant, None) or _Account(self._now)
-        counter = self._counter_to_join(account)
-        move = abs(counter - account.counter)
-        account.moved += move
-        account.by_others = max(0.0, account.by_others - move)
-        account.counter, account.weight = counter, weight
+        self._join(account)
+        account.weight = weight
         account.number = next(self._numbers)
         self._period += not self._waiting
         self._waiting[tenant] = account
@@ -146,15 +149,19 @@ class TenantLedger:
         lowest = self._top(self._lowest, 1.0)
         if lowest is None:
             return True
-        # Any other tenant would begin to wait behind the first one, with no lower counter.
-        return lowest[2] == tenant
+        account = self._idle.get(tenant)
+        return lowest[2] == tenant or (account is not None and self._counter_to_join(account) < lowest[0])
 
     def charge(self, tenant: str, prompt_tokens: int, most_output: int, sequences: int = 1) -> Charge:
         """A request gets nodes. `most_output`: the most tokens that each of its sequences generates."""
         account = self._account(tenant)
+        if self._waiting and tenant not in self._waiting:
+            # It gets nodes at once, before those that wait.
+            self._join(account)
         output = sequences * min(float(most_output), account.mean_output)
         charge = Charge(tenant, prompt_tokens + self._output_weight * output, account.moved)
-        self._charge(tenant, account, charge.tokens / account.weight)
+        account.last_charge = charge.tokens / account.weight
+        self._charge(tenant, account, account.last_charge)
         return charge
 
     def settle(self, charge: Charge, prompt_tokens: int, output_tokens: int, sequences: int = 1) -> float:
@@ -225,6 +232,9 @@ class TenantLedger:
             self.on_charged(tenant, change * account.weight, account.weight)
 
     def _add(self, tenant: str, account: _Account, change: float) -> None:
+        if tenant not in self._waiting and account.period != self._period:
+            # What it had before is forgiven now: once it is charged in this period, nothing shows that any more.
+            self._move(account, min(account.counter, self._most_without_debt()))
         account.counter += change
         account.period = self._period
         if tenant in self._waiting:
@@ -232,13 +242,27 @@ class TenantLedger:
         else:
             self._idle.move_to_end(tenant)
 
+    def _join(self, account: _Account) -> None:
+        self._move(account, self._counter_to_join(account))
+
+    def _move(self, account: _Account, counter: float) -> None:
+        move = abs(counter - account.counter)
+        account.moved += move
+        account.by_others = max(0.0, account.by_others - move)
+        account.counter = counter
+
     def _counter_to_join(self, account: _Account) -> float:
         self._note_time()
-        lowest, highest = self._top(self._lowest, 1.0), self._top(self._highest, -1.0)
-        if lowest is None or highest is None:
+        if not self._waiting:
             return self._now
-        most = account.counter if account.period == self._period else -highest[0]
-        return min(max(account.counter, lowest[0]), max(most, lowest[0]))
+        most = account.counter if account.period == self._period else self._most_without_debt()
+        least = self._now - _BURST * account.last_charge
+        return min(max(account.counter, least), max(most, least))
+
+    def _most_without_debt(self) -> float:
+        """The highest counter of waiting tenants; if there are none, the virtual time."""
+        highest = self._top(self._highest, -1.0)
+        return self._now if highest is None else -highest[0]
 
     def _note_time(self) -> None:
         if (lowest := self._top(self._lowest, 1.0)) is not None:

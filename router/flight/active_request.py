@@ -16,6 +16,7 @@ from router.admission.ledger import Charge
 from router.admission.logprob_budget import LogprobReservation
 from router.admission.request import ValidRequest
 from router.admission.service_class import ServiceClass
+from router.admission.turns import Turn
 from router.flight.answer import Answer
 from router.flight.event_queue import EventQueue
 from router.flight.flight import Flight
@@ -84,6 +85,7 @@ class ActiveRequest:
         "started",
         "ticket",
         "traceparent",
+        "turn",
         "wait_timer",
         "waiting_since",
         "wanted",
@@ -119,6 +121,8 @@ class ActiveRequest:
         """How many tokens of its prompt are expected to be cached on the nodes of its last attempt."""
         self.charge: Charge | None = None
         """What its tenant was charged for it; None: it has no nodes yet, or has ended."""
+        self.turn: Turn | None = None
+        """Its turn on them; None: it has none yet, has ended, or was placed by another router."""
         self.placed_last_at: float | None = None
         """When nodes were found for the running attempt."""
         self.span: Span | None = None

@@ -240,8 +240,8 @@ class Flight:
             self.num_stale_events += 1
             return []
         match event:
-            case Placed(placement):
-                return self._on_placed(placement)
+            case Placed(placement, turn):
+                return self._on_placed(placement, turn)
             case Delta(incarnation, delta):
                 return self._on_delta(incarnation, delta)
             case NodeGone(incarnation, reason, lost_together):
@@ -304,10 +304,10 @@ class Flight:
             return Origin.of(placement.decode)
         return self._origin
 
-    def _on_placed(self, placement: Placement) -> list[FlightEffect]:
+    def _on_placed(self, placement: Placement, turn: float | None) -> list[FlightEffect]:
         given = self._known_tokens()
         self._begin_attempt(Attempt(self.request, self._attempt.key, placement, given), len(given))
-        return self._attempt.submissions(self.takeover)
+        return self._attempt.submissions(self.takeover, turn)
 
     def _known_tokens(self) -> Sequence[int]:
         """The output tokens that nodes are given with the prompt: only a single sequence without beams is continued."""

@@ -185,11 +185,11 @@ class Attempt:
 
     # --- messages to its nodes ---
 
-    def submissions(self, takeover: int) -> list[FlightEffect]:
-        """The legs, to be sent to their nodes."""
-        return [SubmitLeg(leg.node.incarnation, self._submit(leg.kind, takeover)) for leg in self.legs.values()]
+    def submissions(self, takeover: int, turn: float | None = None) -> list[FlightEffect]:
+        """The legs, to be sent to their nodes. `turn`: see `Submit.turn`."""
+        return [SubmitLeg(leg.node.incarnation, self._submit(leg.kind, takeover, turn)) for leg in self.legs.values()]
 
-    def _submit(self, leg: Leg, takeover: int) -> Submit:
+    def _submit(self, leg: Leg, takeover: int, turn: float | None) -> Submit:
         placement = self.placement
         prefill = placement.prefill if placement else None
         reader_block_size = 0
@@ -204,6 +204,7 @@ class Attempt:
             output_token_ids=self.given,
             takeover=takeover,
             reader_block_size=reader_block_size,
+            turn=turn,
         )
 
     def _spec(self, leg: Leg) -> RequestSpec:

@@ -82,6 +82,8 @@ class Placed:
     """Nodes were chosen for an attempt: the answer to `Place`."""
 
     placement: Placement
+    turn: float | None = None
+    """See `Submit.turn`."""
 
 
 @value(frozen=True, slots=True)

@@ -80,10 +80,14 @@ class KnownNode:
             return NodeState.STARTING
         return NodeState.SUSPECT if self.registered else NodeState.LOST
 
-    def lack(self, rules: RoomRules) -> Lack | None:
-        """What it lacks for a further request; None: it has room. A stream to it was open."""
+    def lack(self, rules: RoomRules, *, goes_ahead: bool = False) -> Lack | None:
+        """What it lacks for a further request; None: it has room. A stream to it was open.
+
+        `goes_ahead`: the request goes ahead of those that wait there for seats.
+        """
         assert self.description is not None
-        return rules.lack(self.description, self.load, self.others + self.ours, self.unreported.num_blocks)
+        sequences, unreported = self.others + self.ours, self.unreported.num_blocks
+        return rules.lack(self.description, self.load, sequences, unreported, goes_ahead=goes_ahead)
 
     def candidate(self, rules: RoomRules, *, is_left_out: bool = False) -> Candidate | None:
         """The node as one that can be given work; None if it takes none."""

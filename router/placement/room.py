@@ -3,7 +3,8 @@
 Nodes have queues of their own, but a request that waits there can neither be overtaken nor moved any more, and is lost
 with its node. So a router gives a node little more than it can run. A node has room if it has all of these:
 
-1. seats: some headroom beyond the sequences that it runs at once, so that it never falls idle between two reports;
+1. seats: some headroom beyond the sequences that it runs at once, so that it never falls idle between two reports, and
+   as much again, two at least, for requests that go ahead of those that wait there (`router.admission.turns`);
 2. tokens: uncomputed ones of its prompts for a few steps at most;
 3. blocks: its KV cache holds what all of its requests have, so that requests with seats don't take turns for blocks.
 
@@ -53,13 +54,23 @@ class RoomRules:
     steps_ahead: int = 4
     """For so many steps it may have uncomputed tokens of prompts."""
 
-    def lack(self, node: NodeDescription, load: LoadReport, sequences: float, unreported_blocks: int) -> Lack | None:
+    def lack(
+        self,
+        node: NodeDescription,
+        load: LoadReport,
+        sequences: float,
+        unreported_blocks: int,
+        *,
+        goes_ahead: bool = False,
+    ) -> Lack | None:
         """What the node lacks for a further request; None: it has room.
 
         `sequences`: all that it has, including our own that it has not reported yet, as of `unreported_blocks`.
+        `goes_ahead`: the request goes ahead of those that wait there for seats, see `router.admission.turns`.
         """
         if node.max_num_seqs:
-            headroom = max(2, node.max_num_seqs // 8)
+            headroom = max(1, node.max_num_seqs // 8)
+            headroom += max(2, headroom) if goes_ahead else 0
             if load.waiting >= headroom or sequences >= node.max_num_seqs + headroom:
                 return Lack.SEATS
         step = node.max_num_batched_tokens

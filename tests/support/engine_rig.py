@@ -85,6 +85,7 @@ class EngineRig:
         adapter: str = "",
         awaits_adapter: bool = False,
         spans: Sequence[Span] = (),
+        turn_in_s: float = 0.0,
         **params: Any,
     ) -> Request:
         """Queue a request; an int as `prompt` stands for a prompt of that length.
@@ -108,6 +109,7 @@ class EngineRig:
             kv_source=SOURCE if leg is Leg.DECODE else None,
             eos_token_ids=eos,
             client_index=client_index,
+            turn_in_s=turn_in_s,
             output_token_ids=expected_tokens(tokens, given, seed=sampling.seed, vocab_size=vocab, adapter=adapter),
         )
         self.scheduler.add_request(request, awaits_adapter=awaits_adapter)

@@ -105,7 +105,7 @@ class Admission:
         return needs_whole_step
 
     def admit_arrived(self, plan: StepPlan) -> None:
-        """Run the requests whose KV has arrived, in the order of its arrival: they already hold blocks."""
+        """Run the requests whose KV has arrived: they already hold blocks."""
         skipped: list[Request] = []
         arrived = self._waiting.arrived
         while arrived and self._has_seat(plan):

@@ -98,7 +98,7 @@ class Arrivals:
             request.leg, request.kv_source = Leg.WHOLE, None
             self._waiting.for_seat.prepend(request)
             return
-        self._waiting.arrived.append(request)
+        self._waiting.kv_arrived(request)
 
     def _compute_here(self, request: Request, lost: LostKV) -> None:
         """Compute a request here whose KV does not arrive completely, before new requests, as a request of one leg.

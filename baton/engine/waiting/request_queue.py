@@ -8,6 +8,11 @@ whose adapter would be one more is skipped, and others are tried. So that it doe
 the running adapters come and go, the next slot is kept for it once it was passed often: until it has a seat, no request
 with another adapter gets one. Requests whose KV has arrived are tried first, and are not held up by requests without
 blocks: they hold blocks that those may lack.
+
+Turns: routers that share nodes among tenants tell with each request in how many seconds it is its turn (see
+`router.admission.turns`). The node adds the time at which the request arrived. Time passes for all routers alike, so
+the turns of different ones are comparable; one that tells none is served as if each of its requests had its turn at
+once, that is, by arrival. A request is overtaken only by such as come before its turn: none of them starves.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from baton.engine.request import Request, RequestStatus
+from baton.engine.scheduler_config import SchedulingPolicy
 from baton.messages.adapters import NO_ADAPTER
 from baton.messages.node import Leg
 
@@ -74,21 +80,27 @@ class QueuePositions:
 class RequestQueue:
     """Waiting requests in the order of one policy.
 
-    First come, first served; or smaller priorities first, and equal ones by arrival. With `ageing_s` above 0 requests
-    gain priority by waiting, so that none starves.
+    First come, first served; or by their turns; or smaller priorities first, and equal ones by arrival. With `ageing_s`
+    above 0 requests gain priority by waiting, so that none starves.
     """
 
     def __init__(
-        self, positions: QueuePositions | None = None, *, ageing_s: float | None = None, block_size: int = 1
+        self,
+        positions: QueuePositions | None = None,
+        policy: SchedulingPolicy = "fcfs",
+        *,
+        ageing_s: float = 0.0,
+        block_size: int = 1,
     ) -> None:
-        """`ageing_s`: seconds of waiting that outweigh a priority difference of 1; 0: waiting counts for nothing, None:
-        priorities do. `block_size`: tokens of a block.
+        """`ageing_s`: for the policy `priority`, seconds of waiting that outweigh a priority difference of 1; 0:
+        waiting counts for nothing. `block_size`: tokens of a block.
         """
         self.num_tokens = 0
         """The sum of `tokens_to_compute` over all requests in the queue."""
         self.num_blocks = 0
         """The sum of `blocks_to_take` over all requests in the queue."""
         self._block_size = block_size
+        self._policy: SchedulingPolicy = policy
         self._ageing_s = ageing_s
         self._positions = positions if positions is not None else QueuePositions()
         self._heap: list[tuple[Turn, Request]] = []
@@ -110,7 +122,7 @@ class RequestQueue:
         if not request.queue_position:
             request.queue_position = self._positions.behind_all()
         # No two requests have one position, so requests themselves are never compared.
-        heapq.heappush(self._heap, ((*self._rank(request), request.queue_position), request))
+        heapq.heappush(self._heap, ((*self.rank(request), request.queue_position), request))
 
     def pop(self) -> Request:
         """Remove and return the next request; raises IndexError when the queue is empty."""
@@ -140,11 +152,11 @@ class RequestQueue:
 
     def last_in_turn(self, running: Iterable[Request]) -> Request | None:
         """The running request that is preempted first; None when there is none. `running`: in order of admission."""
-        if self._ageing_s is None:
+        if self._policy == "fcfs":
             last = deque(running, maxlen=1)
             return last.pop() if last else None
         # The newest of equals is preempted; `max` alone would take the first.
-        return max(enumerate(running), key=lambda entry: (*self._rank(entry[1]), entry[0]), default=(0, None))[1]
+        return max(enumerate(running), key=lambda entry: (*self.rank(entry[1]), entry[0]), default=(0, None))[1]
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -152,11 +164,14 @@ class RequestQueue:
     def __iter__(self) -> Iterator[Request]:
         return (request for _, request in sorted(self._heap, key=lambda entry: entry[0]))
 
-    def _rank(self, request: Request) -> tuple[float, ...]:
-        if self._ageing_s is None:
-            return ()
-        # All requests age at the same rate, so the order of two never changes while they wait: no clock is needed.
+    def rank(self, request: Request) -> tuple[float, ...]:
+        """What the policy orders by, smaller ones first; of equal requests the one with the first position is next."""
         arrived = request.arrival_time
+        if self._policy == "fcfs":
+            return ()
+        if self._policy == "turns":
+            return (arrived + request.turn_in_s,)
+        # All requests age at the same rate, so the order of two never changes while they wait: no clock is needed.
         return (arrived + self._ageing_s * request.spec.priority if self._ageing_s else request.spec.priority), arrived
 
 

@@ -10,6 +10,7 @@ Requests that lack a seat and requests that lack a load slot have a queue each, 
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 
@@ -32,10 +33,10 @@ class WaitingRequests:
     def __init__(self, config: SchedulerConfig) -> None:
         self._max_num_seqs = config.max_num_seqs
         self._positions = QueuePositions()
-        ageing_s = config.priority_ageing_s if config.policy == "priority" else None
 
         def empty_queue() -> RequestQueue:
-            return RequestQueue(self._positions, ageing_s=ageing_s, block_size=config.block_size)
+            ageing_s, block_size = config.priority_ageing_s, config.block_size
+            return RequestQueue(self._positions, config.policy, ageing_s=ageing_s, block_size=block_size)
 
         self.for_seat = AdapterQueues(empty_queue)
         """Requests that wait for a seat, without blocks; parked beams that continue have blocks."""
@@ -52,7 +53,7 @@ class WaitingRequests:
         self.remote: dict[str, Request] = {}
         """Requests with reserved blocks that are being filled from another node."""
         self.arrived: deque[Request] = deque()
-        """Requests whose KV has arrived, in the order of its arrival; they wait for the next step."""
+        """Requests whose KV has arrived, in the order of the policy and of its arrival; they wait for the next step."""
         self.times_passed: Counter[str] = Counter()
         """How often later requests were admitted before a waiting one."""
         self.preempted: set[str] = set()
@@ -173,6 +174,10 @@ class WaitingRequests:
         else:
             self.for_seat.prepend(request)
             self.preempted.add(request.request_id)
+
+    def kv_arrived(self, request: Request) -> None:
+        """Let a request whose KV has arrived wait for the next step, behind those that the policy puts first."""
+        bisect.insort(self.arrived, request, key=self.swapped.rank)
 
     def last_in_turn(self, running: Iterable[Request]) -> Request | None:
         """The running request that is preempted first. `running`: in order of admission."""

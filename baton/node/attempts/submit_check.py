@@ -63,6 +63,8 @@ def objection(submit: Submit, node: NodeDescription) -> str | None:
     reader = submit.reader_block_size
     if reader and not (submit.leg is Leg.PREFILL and block_sizes_fit(reader, node.block_size)):
         return f"reader_block_size: {reader} does not fit this node's {node.block_size}, or the leg is not read"
+    if submit.turn is not None and not math.isfinite(submit.turn):
+        return "turn: must be a finite number of seconds"
     if spec.adapter and not is_adapter_digest(spec.adapter):
         return "adapter: must be the digest of an adapter"
     return (
@@ -227,4 +229,5 @@ def engine_request(submit: Submit, eos_token_ids: frozenset[int], client_index: 
         output_token_ids=submit.output_token_ids,
         reader_block_size=submit.reader_block_size,
         attempt=submit.attempt,
+        turn_in_s=submit.turn or 0.0,
     )

@@ -31,7 +31,7 @@ def fcfs(positions: QueuePositions) -> RequestQueue:
 
 
 def by_priority(positions: QueuePositions) -> RequestQueue:
-    return RequestQueue(positions, ageing_s=2.0)
+    return RequestQueue(positions, "priority", ageing_s=2.0)
 
 
 @pytest.mark.parametrize("policy", [fcfs, by_priority])

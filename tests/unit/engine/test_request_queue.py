@@ -1,4 +1,4 @@
-"""The request queues of both policies: one suite for what they share, and tests of priorities."""
+"""The request queues of all policies: one suite for what they share, and tests of turns and of priorities."""
 
 from __future__ import annotations
 
@@ -6,26 +6,30 @@ from collections.abc import Sequence
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.engine.request import Request
 from baton.engine.waiting.request_queue import RequestQueue
+from baton.engine.waiting.waiting_requests import WaitingRequests
 from baton.errors import ConfigError
 from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from tests.support.engine_rig import EngineRig
 
 
-def request(name: str, priority: int = 0, arrival: float = 0.0) -> Request:
-    return Request(name, RequestSpec([1], SamplingParams(), priority=priority), arrival_time=arrival)
+def request(name: str, priority: int = 0, arrival: float = 0.0, turn_in_s: float = 0.0) -> Request:
+    spec = RequestSpec([1], SamplingParams(), priority=priority)
+    return Request(name, spec, arrival_time=arrival, turn_in_s=turn_in_s)
 
 
 def names(requests: Sequence[Request] | RequestQueue) -> list[str]:
     return [one.request_id for one in requests]
 
 
-@pytest.fixture(params=["fcfs", "priority"])
+@pytest.fixture(params=["turns", "fcfs", "priority"])
 def queue(request: pytest.FixtureRequest) -> RequestQueue:
-    return RequestQueue(ageing_s=None if request.param == "fcfs" else 60.0)
+    return RequestQueue(policy=request.param, ageing_s=60.0)
 
 
 def test_requests_of_equal_priority_keep_their_order(queue: RequestQueue) -> None:
@@ -62,7 +66,7 @@ def test_of_equal_requests_the_newest_is_preempted(queue: RequestQueue) -> None:
 
 
 def test_smaller_priorities_come_first_and_then_earlier_arrivals() -> None:
-    queue = RequestQueue(ageing_s=0.0)
+    queue = RequestQueue(policy="priority", ageing_s=0.0)
     for one in (
         request("late", 1, 9.0),
         request("urgent", -3, 9.5),
@@ -76,16 +80,37 @@ def test_smaller_priorities_come_first_and_then_earlier_arrivals() -> None:
 
 
 def test_waiting_makes_up_for_priority() -> None:
-    queue = RequestQueue(ageing_s=10.0)
+    queue = RequestQueue(policy="priority", ageing_s=10.0)
     queue.add(request("patient", 1, 0.0))
     queue.add(request("hurried", 0, 9.0))
     queue.add(request("too late", 0, 11.0))
     assert names(queue) == ["hurried", "patient", "too late"]
 
 
+@given(st.lists(st.tuples(st.floats(0, 5), st.none() | st.floats(0, 9), st.booleans()), max_size=40))
+def test_a_request_is_overtaken_only_by_those_that_come_before_its_turn(
+    arrivals: list[tuple[float, float | None, bool]],
+) -> None:
+    """Requests come some time after each other, with turns or from routers that tell none (None), and may be served."""
+    queue, now, waiting = RequestQueue(policy="turns"), 0.0, dict[str, tuple[float, float]]()
+    for number, (later_s, turn_in_s, is_served) in enumerate(arrivals):
+        now += later_s
+        queue.add(request(f"r{number}", arrival=now, turn_in_s=turn_in_s or 0.0))
+        waiting[f"r{number}"] = (now, now + (turn_in_s or 0.0))
+        if is_served:
+            arrived, turn = waiting.pop(queue.pop().request_id)
+            assert all(turn <= other for _, other in waiting.values())
+            assert all(arrived <= other for other_arrived, other in waiting.values() if other_arrived <= arrived)
+    running = [request(name, arrival=arrived, turn_in_s=turn - arrived) for name, (arrived, turn) in waiting.items()]
+    if running:
+        last = queue.last_in_turn(running)
+        assert last is not None
+        assert waiting[last.request_id][1] == pytest.approx(max(turn for _, turn in waiting.values()))
+
+
 def test_the_heap_agrees_with_sorting() -> None:
     rng = Random(3)
-    queue = RequestQueue(ageing_s=7.0)
+    queue = RequestQueue(policy="priority", ageing_s=7.0)
     known: list[Request] = []
     for number in range(400):
         one = request(f"r{number}", rng.randrange(-3, 4), float(rng.randrange(40)))
@@ -101,6 +126,29 @@ def test_the_heap_agrees_with_sorting() -> None:
             assert (popped.arrival_time + 7.0 * popped.spec.priority) == best.arrival_time + 7.0 * best.spec.priority
             known.remove(popped)
     assert sorted(names(queue)) == sorted(names(known))
+
+
+def test_the_request_whose_turn_is_last_is_preempted_though_it_came_first() -> None:
+    rig = EngineRig(num_blocks=6, max_num_seqs=2)
+    rig.begin("flood", 8, max_tokens=10, turn_in_s=9.0)
+    rig.add("light", 7, max_tokens=10)
+    while "light" not in rig.ends:
+        rig.step()
+    assert [rig.requests[name].num_preemptions for name in ("flood", "light")] == [1, 0]
+    rig.run_right("flood", "light")
+
+
+def test_in_turn_requests_get_seats_and_those_whose_kv_has_arrived_too() -> None:
+    rig = EngineRig(max_num_seqs=1)
+    rig.begin("first", 4, max_tokens=9)
+    for name, turn_in_s in (("c", 3.0), ("a", 0.0), ("b", 2.0)):
+        rig.add(name, 4, max_tokens=2, turn_in_s=turn_in_s)
+    rig.run()
+    assert list(rig.ends) == ["first", "a", "b", "c"]
+    waiting = WaitingRequests(rig.config)
+    for number, turn_in_s in enumerate((3.0, 0.0, 2.0, 0.0)):
+        waiting.kv_arrived(request(f"r{number}", turn_in_s=turn_in_s))
+    assert names(waiting.arrived) == ["r1", "r3", "r2", "r0"]
 
 
 def test_with_priorities_urgent_requests_run_first_and_others_are_preempted() -> None:

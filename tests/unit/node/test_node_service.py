@@ -45,7 +45,7 @@ from baton.messages.request_limits import MAX_AUDIO_BYTES
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import ContentKind, EncoderContent, Span, digest_of_rows, source_spans
 from baton.node.attempts.attempt_times import TransferFigures
-from baton.node.attempts.submit_check import objection
+from baton.node.attempts.submit_check import engine_request, objection
 from baton.node.driver import StepNews
 from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.node.reports.logs import StepLog
@@ -388,6 +388,15 @@ def test_the_blocks_of_the_reader_must_fit(leg: Leg, size: int) -> None:
     why = objection(changed(submit(leg=leg), reader_block_size=size), node) or ""
     fits = size in (1, 4, 8, 1 << 31) and leg is Leg.PREFILL
     assert why.startswith("reader_block_size: ") == (not fits and size != 0)
+
+
+def test_a_turn_is_a_number_of_seconds_and_may_be_missing() -> None:
+    for turn, expected in ((None, 0.0), (0.0, 0.0), (-1.5, -1.5), (2.5, 2.5)):
+        sound = changed(submit(), turn=turn)
+        assert objection(sound, DESCRIPTION) is None
+        assert engine_request(sound, frozenset()).turn_in_s == expected
+    for turn in (math.nan, math.inf):
+        assert (objection(changed(submit(), turn=turn), DESCRIPTION) or "").startswith("turn: ")
 
 
 async def test_a_prefill_leg_is_over_with_its_only_sequence() -> None:

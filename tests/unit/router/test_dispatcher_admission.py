@@ -16,6 +16,7 @@ from baton.errors import (
     QueueFull,
     WouldBeLate,
 )
+from baton.messages.ids import unscoped
 from baton.messages.node import LoadReport, NodeDescription, Outcome
 from baton.observe.metrics import render
 from router.admission.limits import DispatchLimits
@@ -26,8 +27,8 @@ from tests.support.router_rig import Reader, RouterRig, all_leave, router_rig
 
 
 def small(name: str = "d1", **changes: object) -> NodeDescription:
-    """Return a node that runs one sequence and is full with two more."""
-    return decode(name, max_num_seqs=1, max_num_batched_tokens=64, **changes)
+    """Return a node that runs two sequences and is full with one more."""
+    return decode(name, max_num_seqs=2, max_num_batched_tokens=64, **changes)
 
 
 async def start_requests(rig: RouterRig, name: str = "d1", count: int = 3) -> list[Reader]:
@@ -64,7 +65,7 @@ async def test_requests_beyond_a_nodes_capacity_wait_at_the_router_in_order() ->
 
 
 async def test_a_full_node_is_skipped_while_another_has_room() -> None:
-    async with router_rig(prefill(), small("d1"), decode("d2", max_num_seqs=1)) as rig:
+    async with router_rig(prefill(), small("d1"), small("d2")) as rig:
         await rig.tell_all("d1", waiting=2)
         readers = await start_requests(rig, count=3)
         assert (rig.nodes["d1"].inbox.qsize(), rig.nodes["d2"].inbox.qsize()) == (0, 3)
@@ -123,6 +124,45 @@ async def test_waiting_tenants_take_turns_by_the_tokens_that_they_have_had(
             await reader.finished()
         # The first one had a place at once, which nobody else wanted: it costs nothing.
         assert " ".join(name.removeprefix("a/").removeprefix("b/") for name in sent) == f"a0 {expected}"
+
+
+@pytest.mark.parametrize("fairness", ["tokens", "off"])
+async def test_a_tenant_with_nothing_on_nodes_goes_ahead_there_and_has_its_turn_at_once(
+    fairness: Literal["tokens", "off"],
+) -> None:
+    async with router_rig(small(), limits=DispatchLimits(fairness=fairness)) as rig:
+        earlier = [await rig.accepted(tenant=tenant, max_tokens=1) for tenant in ("light", "flood")]
+        rig.timers.advance(2.0)
+        await finish_requests(rig, *earlier)
+        flood = [await rig.accepted(request_id=f"f{number}", tenant="flood", max_tokens=1) for number in range(6)]
+        await finish_requests(rig, *flood[:2])
+        light = [await rig.accepted(request_id=f"l{number}", tenant="light", max_tokens=1) for number in range(2)]
+        count, sent = rig.nodes["d1"].inbox.qsize(), list[tuple[str, float | None]]()
+        for _ in range(6):
+            submit = await rig.next_submit("d1")
+            sent.append((unscoped(submit.attempt.request_id), submit.turn))
+            rig.report("d1", submit.attempt, 0, "x", Outcome.LENGTH)
+        for reader in (*flood[2:], *light):
+            await reader.finished()
+        if fairness == "off":
+            assert (count, sent) == (3, [(name, None) for name in ("f2", "f3", "f4", "f5", "l0", "l1")])
+        else:
+            assert (count, [name for name, _ in sent]) == (4, ["f2", "f3", "f4", "l0", "f5", "l1"])
+            assert [turn for _, turn in sent[:4]] == [2.0, 2.0, 2.0, 0.0]
+
+
+async def test_an_attempt_after_the_first_has_its_turn_at_once() -> None:
+    async with router_rig(decode()) as rig:
+        first = await rig.accepted(max_tokens=1)
+        rig.timers.advance(2.0)
+        await finish_requests(rig, first)
+        readers = [await rig.accepted(request_id=name, max_tokens=1) for name in "ab"]
+        await rig.next_submit("d1")
+        refused = await rig.next_submit("d1")
+        rig.report("d1", refused.attempt, outcome=Outcome.REFUSED)
+        again = await rig.next_submit("d1")
+        assert (refused.turn, again.turn, again.attempt.attempt) == (2.0, 0.0, 2)
+        await all_leave(*readers)
 
 
 async def test_a_full_queue_refuses_equal_priorities_and_displaces_the_lowest_for_higher_ones() -> None:

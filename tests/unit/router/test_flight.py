@@ -289,6 +289,13 @@ def test_next_tokens_are_taken_directly_until_another_event(end: FlightEvent) ->
         assert not flight.take_if_next("d1.1", RequestDelta(first, 4, (14,)))
 
 
+def test_both_legs_have_the_turn() -> None:
+    flight = Flight(request())
+    flight.start()
+    effects = flight.handle(replace(placed("p1", "d1"), turn=2.5))
+    assert [effect.submit.turn for effect in effects if isinstance(effect, SubmitLeg)] == [2.5, 2.5]
+
+
 def test_the_node_that_computes_the_prompt_hears_who_has_rows_of_its_images() -> None:
     images = [EncoderContent.of(text) for text in (b"a", b"b")]
     holder = Peer("p9", "p9.1", "127.0.0.1:9")

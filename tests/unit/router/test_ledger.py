@@ -100,6 +100,29 @@ def test_idle_time_earns_nothing_and_idle_capacity_costs_nothing() -> None:
     assert ledger.first() == "busy"
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_tenant_that_has_had_less_gets_a_burst_and_no_more(waits: bool) -> None:
+    """Its requests wait, or get nodes as soon as they come."""
+    ledger = TenantLedger()
+    for tenant in ("modest", "busy"):
+        ledger.begin_waiting(tenant)
+    ledger.charge("modest", 100, 0)
+    ledger.end_waiting("modest")
+    for _ in range(100):
+        ledger.charge("busy", 100, 0)
+    if waits:
+        ledger.begin_waiting("modest")
+    count = 0
+    while ledger.is_first("modest"):
+        count += 1
+        assert count < 10
+        ledger.charge("modest", 100, 0)
+    assert count == 4
+    assert not ledger.is_first("new")
+    ledger.charge("busy", 100, 0)
+    assert ledger.is_first("modest"), "it is beside the others"
+
+
 def test_a_tenant_with_one_request_at_a_time_pays_for_each() -> None:
     ledger = TenantLedger()
     ledger.begin_waiting("small")

@@ -68,6 +68,7 @@ class Fleet:
         for node in nodes:
             for tokens, sequences in ((0, 4), (0, 16), (256, 8), (512, 0), (64, 0)) * 20:
                 self.step(node.node_id, tokens, sequences)
+                self.now += 0.1
             self.load(node.node_id)
 
     def attach(self, nodes: Sequence[NodeDescription], now: float) -> None:

@@ -14,14 +14,18 @@ RULES = RoomRules()
 BLOCKS, BLOCK_SIZE = 64, 4
 
 
-def lack(node: NodeDescription, sequences: float = 0.0, unreported: int = 0, **load: int) -> Lack | None:
-    return RULES.lack(node, LoadReport(total_blocks=BLOCKS, **load), sequences, unreported)  # type: ignore[arg-type]
+def lack(
+    node: NodeDescription, sequences: float = 0.0, unreported: int = 0, *, goes_ahead: bool = False, **load: int
+) -> Lack | None:
+    report = LoadReport(total_blocks=BLOCKS, **load)  # type: ignore[arg-type]
+    return RULES.lack(node, report, sequences, unreported, goes_ahead=goes_ahead)
 
 
 def test_a_node_needs_seats_tokens_and_blocks() -> None:
     node = decode(max_num_seqs=16, max_num_batched_tokens=100)
     assert lack(node, 17, waiting=1, uncomputed_tokens=399, promised_blocks=40, unreported=23) is None
     assert lack(node, 18) is Lack.SEATS
+    assert [lack(node, 19, goes_ahead=True), lack(node, 20, goes_ahead=True)] == [None, Lack.SEATS]
     assert lack(node, 3, waiting=2) is Lack.SEATS, "it has none for those that wait"
     assert lack(node, 1, uncomputed_tokens=400) is Lack.TOKENS
     assert lack(node, 1, promised_blocks=40, unreported=24) is Lack.KV

@@ -8,7 +8,7 @@ import pytest
 
 from baton.cli.views.rows import tenant_shares
 from baton.errors import Overloaded
-from baton.messages.node import Outcome
+from baton.messages.node import NodeDescription, Outcome
 from baton.messages.operator import TenantRow, TenantRows
 from baton.observe.metrics import Figure, render
 from router.admission.limits import DispatchLimits
@@ -24,24 +24,28 @@ def row_of(requests: LiveRequests, tenant: str) -> TenantRow:
     return row
 
 
+def small() -> NodeDescription:
+    """A node that five requests fill."""
+    return decode("d1", max_num_seqs=4, max_num_batched_tokens=64)
+
+
 async def full_node(rig: RouterRig) -> list[Reader]:
-    """Requests of a third tenant, which fill the node."""
-    return [await rig.accepted(request_id=f"c{number}", tenant="c", max_tokens=1) for number in range(3)]
+    """Requests of five other tenants, which fill the node. None of them has so much there that others go ahead."""
+    return [await rig.accepted(request_id=f"{tenant}0", tenant=tenant, max_tokens=1) for tenant in "cdefg"]
 
 
 async def test_each_tenant_has_its_own_figures() -> None:
-    node = decode("d1", max_num_seqs=1, max_num_batched_tokens=64)
-    async with router_rig(node, limits=DispatchLimits(max_queue=2)) as rig:
+    async with router_rig(small(), limits=DispatchLimits(max_queue=2)) as rig:
         running = await full_node(rig)
         waiting = [await rig.accepted(request_id=f"a{number}", tenant="a", max_tokens=1) for number in range(2)]
-        assert (row_of(rig.requests, "a").waiting, row_of(rig.requests, "c").running) == (2, 3)
+        assert (row_of(rig.requests, "a").waiting, row_of(rig.requests, "c").running) == (2, 1)
         other = await rig.accepted(request_id="b0", tenant="b", max_tokens=1)
         with pytest.raises(Overloaded):
             await waiting[1].finished()
         row = row_of(rig.requests, "a")
         assert (row.displaced, row.refused, row.waiting) == (1, 1, 1)
         rig.timers.advance(0.5)
-        for _ in range(5):
+        for _ in range(7):
             await rig.serve("d1")
         for reader in (*running, waiting[0], other):
             await reader.finished()
@@ -49,7 +53,7 @@ async def test_each_tenant_has_its_own_figures() -> None:
         # A prompt of five tokens, and one generated token, which counts as two.
         assert (row.served_tokens, row.served_last_minute, row.service_class) == (7, 7, "normal")
         assert (row.placed_last_minute, row.waited_s_last_minute) == (1, 0.5)
-        assert row_of(rig.requests, "c").served_tokens == 21
+        assert row_of(rig.requests, "c").served_tokens == 7
         page = render(rig.requests.tenants.figures(), {}).decode()
         assert 'baton_tenant_service_tokens_total{tenant="a"} 7.0' in page
         assert 'baton_tenant_queue_seconds_sum{tenant="b"} 0.5' in page
@@ -93,8 +97,7 @@ def test_shares_are_those_of_all_routers() -> None:
 
 
 async def test_operators_see_what_is_before_a_request_and_its_client_nothing_of_others() -> None:
-    node = decode("d1", max_num_seqs=1, max_num_batched_tokens=64)
-    async with router_rig(node, limits=DispatchLimits(queue_wait_s=1.0)) as rig:
+    async with router_rig(small(), limits=DispatchLimits(queue_wait_s=1.0)) as rig:
         running = await full_node(rig)
         first, second = [await rig.accepted(request_id=f"a{number}", tenant="a") for number in range(2)]
         behind = await rig.accepted(request_id="b0", tenant="b")

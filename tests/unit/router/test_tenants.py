@@ -196,9 +196,11 @@ async def test_waiting_requests_are_served_by_the_classes_and_weights_of_their_k
         "a": {"weight": 3.0},
         "u": {"service_class": "urgent"},
     }
-    full = decode(max_num_seqs=1, max_num_batched_tokens=64)
+    full = decode(max_num_seqs=4, max_num_batched_tokens=64)
     async with router_rig(full, limits=DispatchLimits(fairness=fairness)) as rig:
-        fronts, readers, sent = Fronts(rig), [await rig.accepted(max_tokens=2) for _ in range(3)], []
+        # Five tenants fill the node, so that none has so much there that others go ahead of it.
+        fronts, sent = Fronts(rig), list[str]()
+        readers = [await rig.accepted(max_tokens=2, tenant=f"f{number}") for number in range(5)]
         for tenant, settings in callers.items():
             context = contextvars.copy_context()
             context.run(current_caller.set, Caller(CallerRole.CLIENT, tenant, **settings))  # type: ignore[arg-type]
@@ -212,7 +214,7 @@ async def test_waiting_requests_are_served_by_the_classes_and_weights_of_their_k
             rig.report("d1", attempt, 0, "ab", Outcome.LENGTH)
         for reader in readers:
             await reader.finished()
-        assert " ".join(sent[3:]) == expected
+        assert " ".join(sent[5:]) == expected
 
 
 def test_request_ids_are_prefixed_with_their_tenant() -> None:

@@ -114,6 +114,7 @@ def test_absent_log_probabilities_stay_absent() -> None:
         Adopt(KEY),
         Adopt(KEY, 3, (5, 0, 7)),
         Submit(KEY, Leg.WHOLE, RequestSpec([1], PARAMS), output_token_ids=(7, 8)),
+        *(Submit(KEY, Leg.WHOLE, RequestSpec([1], PARAMS), turn=turn) for turn in (0.0, -1.5, 2.5)),
         Submit(KEY, Leg.EMBED, RequestSpec([1], PARAMS)),
         Submit(
             KEY,

@@ -331,6 +331,7 @@ class WaitingRoom:
             is_retry=place.is_retry,
             tenant=tenant,
             service_class=service_class,
+            weight=active.weight,
         )
 
     def _wait(self, ticket: Ticket[ActiveRequest], why: Overloaded) -> Wait:

@@ -91,6 +91,7 @@ class Ticket(Generic[T]):
         "service_class",
         "targets",
         "tenant",
+        "weight",
     )
 
     def __init__(
@@ -105,9 +106,11 @@ class Ticket(Generic[T]):
         is_retry: bool,
         tenant: str,
         service_class: ServiceClass,
+        weight: float,
     ) -> None:
         self.item = item
         self.tenant = tenant
+        self.weight = weight
         self.service_class = service_class
         self.arrived = arrived
         self.priority = priority
@@ -181,7 +184,7 @@ class _Class(Generic[T]):
         line = self.lines.get(ticket.tenant)
         if line is None:
             line = self.lines[ticket.tenant] = _Line()
-            self.ledger.begin_waiting(ticket.tenant)
+            self.ledger.begin_waiting(ticket.tenant, ticket.weight)
         bisect.insort(line.order, ticket, key=_order_key)
         bisect.insort(line.by_priority, ticket, key=_priority_key)
         self.num_requests += 1
@@ -275,6 +278,7 @@ class AdmissionQueue(Generic[T]):
         is_retry: bool = False,
         tenant: str = "",
         service_class: ServiceClass = ServiceClass.NORMAL,
+        weight: float = 1.0,
     ) -> Ticket[T]:
         """Make a ticket, which `add` puts into the queue."""
         self._count += 1
@@ -290,6 +294,7 @@ class AdmissionQueue(Generic[T]):
             is_retry=is_retry,
             tenant=tenant,
             service_class=service_class,
+            weight=weight,
         )
 
     def first(self) -> Ticket[T] | None:

@@ -39,6 +39,8 @@ class ClientCall:
     delivery: Delivery = "stream"
     """The delivery that GenerateRequest asks for."""
     service_class: ServiceClass = ServiceClass.NORMAL
+    weight: float = 1.0
+    """How much of the service its tenant gets beside others."""
 
 
 class ActiveRequest:
@@ -83,6 +85,7 @@ class ActiveRequest:
         "wait_timer",
         "waiting_since",
         "wanted",
+        "weight",
         "why_waiting",
     )
 
@@ -143,6 +146,7 @@ class ActiveRequest:
         """Whether its log-probabilities may need more memory. It is asked with each token."""
         self.delivery = delivery
         self.service_class = call.service_class
+        self.weight = call.weight
         self.num_row_bytes = request.num_row_bytes
         """How many bytes of rows and images count for it among those of all requests."""
         self.logprobs: list[LogprobLog] = []

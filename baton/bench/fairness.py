@@ -63,7 +63,7 @@ def checks(fair: Beside, full_batch_tpot_ms: float, fcfs: Beside | None) -> list
     for name, text in (("median_ttft_ms", "median"), ("p99_ttft_ms", "p99")):
         ratio = fair.ratio(name)
         seen = (
-            "not measured" if ratio is None else f"{fair.alone[name]:.0f} ms, {fair.beside[name]:.0f} ms: {ratio:.1f}"
+            "not measured" if ratio is None else f"{fair.alone[name]:.0f} ms, {fair.beside[name]:.0f} ms: {ratio:.2f}"
         )
         rows.append(
             (
@@ -103,6 +103,11 @@ def run(config: OverloadConfig, created: str, *, with_fcfs: bool = False) -> Res
     if with_fcfs:
         with overload_cluster(config, quotas, "--fairness", "off") as targets:
             measured["off"] = _measure(config, targets, full)
+    return result_of(config, full, measured, created)
+
+
+def result_of(config: OverloadConfig, full: ClosedLoop, measured: Mapping[str, Any], created: str) -> Result:
+    """The result file. `measured`: what `evaluate` returned, by the setting of `--fairness`, `tokens` first."""
     arrangements = [
         {"name": f"--fairness {fairness}", "gpus": None, "cores": None, "rates": [rate]}
         for fairness, rate in measured.items()

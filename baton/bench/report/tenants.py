@@ -29,8 +29,8 @@ def tenants(measured: MeasuredResult) -> Section:
         "ones unless it was told otherwise. Dashed lines: a tenant begins to send, or ends."
     )
     drawn = [
-        _plots(f"{number_}", _heading(arrangement, measurement), figures)
-        for number_, (arrangement, measurement, figures) in enumerate(of_tenants[:_MAX_MEASUREMENTS])
+        _plots(str(place), _heading(arrangement, measurement), figures)
+        for place, (arrangement, measurement, figures) in enumerate(of_tenants[:_MAX_MEASUREMENTS])
     ]
     rows = [row for arrangement, _, figures in of_tenants for row in _rows(arrangement.name, figures)]
     columns = ["Measurement", "Seconds", "Tenant", "Class", "Weight", "Offered", "Served", "Refused", "TTFT p50"]

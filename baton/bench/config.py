@@ -79,7 +79,13 @@ class OverloadConfig:
             convert={"grpc": "baton", "http": "openai"}.__getitem__,
         ),
     ] = "baton"
-    factor: Annotated[float, Flag("Offered load as a multiple of the capacity.", min=1)] = 10.0
+    factor: Annotated[
+        float,
+        Flag(
+            "Offered load as a multiple of the capacity. With --tenants: the flood's rate over the other tenant's.",
+            min=1,
+        ),
+    ] = 10.0
     overload_s: Annotated[float, Flag("Seconds of the overload.", "--duration", min=20)] = 120.0
     before_s: float = 20.0
     after_s: Annotated[float, Flag("Seconds to watch after the overload.", "--after", min=10)] = 60.0

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -162,28 +163,32 @@ def _panel(title: str, points: Points, levels: Sequence[float], lines: Sequence[
 
 def run(config: OverloadConfig) -> OverloadReport:
     """Starts the cluster and puts the loads on it. Raises BatonError."""
-    with tempfile.TemporaryDirectory(prefix="baton-overload-") as home:
-        keys = _keys(Path(home) / "keys.json", config)
-        flags = (
-            "--runner",
-            "simulated",
-            "--prefill",
-            "1",
-            "--decode",
-            "1",
-            "--api-keys",
-            str(Path(home) / "keys.json"),
-        )
-        bounds = ("--max-num-seqs", str(config.max_num_seqs), "--kv-cache-memory", "16MiB")
-        with live_cluster(*flags, *bounds, environment={"BATON_SIMULATED_STEP_MS": f"{config.step_ms:g}"}) as cluster:
-            targets = {tenant: _target(config, cluster, key) for tenant, key in keys.items()}
-            capacity = _capacity(config, targets[PROBE])
-            return _overloaded(config, targets, capacity)
-
-
-def _keys(file: Path, config: OverloadConfig) -> dict[str, str]:
-    today = datetime.now(UTC).date().isoformat()
     quotas = {GREEDY: config.run_at_once // 2, MODEST: None, PROBE: None}
+    with overload_cluster(config, quotas) as targets:
+        capacity = closed_loop(config, targets[PROBE], config.run_at_once).rate
+        return _overloaded(config, targets, capacity)
+
+
+@contextmanager
+def overload_cluster(
+    config: OverloadConfig, quotas: Mapping[str, int | None], *flags: str
+) -> Iterator[Mapping[str, Target]]:
+    """Runs a small cluster with API keys of these tenants, and yields what the requests of each are sent to.
+
+    `quotas`: how many requests of a tenant may run at once; None: any number. `flags`: more of `baton up`.
+    """
+    with tempfile.TemporaryDirectory(prefix="baton-overload-") as home:
+        keys_file = Path(home) / "keys.json"
+        keys = _keys(keys_file, quotas)
+        words = ("--runner", "simulated", "--prefill", "1", "--decode", "1", "--api-keys", str(keys_file))
+        bounds = ("--max-num-seqs", str(config.max_num_seqs), "--kv-cache-memory", "16MiB")
+        step = {"BATON_SIMULATED_STEP_MS": f"{config.step_ms:g}"}
+        with live_cluster(*words, *bounds, *flags, environment=step) as cluster:
+            yield {tenant: _target(config, cluster, key) for tenant, key in keys.items()}
+
+
+def _keys(file: Path, quotas: Mapping[str, int | None]) -> dict[str, str]:
+    today = datetime.now(UTC).date().isoformat()
     made = {tenant: new_key(tenant, CallerRole.CLIENT, today, quota) for tenant, quota in quotas.items()}
     write_keys(file, [entry for _, entry in made.values()])
     return {tenant: key for tenant, (key, _) in made.items()}
@@ -201,7 +206,8 @@ def _target(config: OverloadConfig, cluster: LiveCluster, key: str) -> Target:
     return probe(asked).target
 
 
-def _workload(config: OverloadConfig, rate: float, count: int, seed: int) -> WorkloadSpec:
+def overload_workload(config: OverloadConfig, rate: float, count: int, seed: int) -> WorkloadSpec:
+    """Requests of the configuration's lengths at a rate. `seed`: another one, other requests."""
     return WorkloadSpec(
         num_prompts=max(1, count),
         request_rate=rate,
@@ -211,25 +217,30 @@ def _workload(config: OverloadConfig, rate: float, count: int, seed: int) -> Wor
     )
 
 
-def _capacity(config: OverloadConfig, target: Target) -> float:
-    """Requests per second of a closed loop with as many requests as the cluster runs at once."""
-    workload = _workload(config, float("inf"), 1_000_000, 1)
+@dataclass(frozen=True, slots=True)
+class ClosedLoop:
+    """What a closed loop measured."""
+
+    rate: float
+    """Requests per second that ended well."""
+    median_tpot_ms: float
+
+
+def closed_loop(config: OverloadConfig, target: Target, max_concurrency: int) -> ClosedLoop:
+    """Keeps so many requests open for `capacity_s`, after a warm-up. Raises BatonError if none ends well."""
+    workload = overload_workload(config, float("inf"), 1_000_000, 1)
+    end_s = _CAPACITY_WARM_UP_S + config.capacity_s
     # There are only as many requests as fit, so they need no limit for the first token.
-    plan = LoadPlan(
-        replace(target, ttft_slo_ms=None),
-        workload,
-        max_concurrency=config.run_at_once,
-        limit_s=_CAPACITY_WARM_UP_S + config.capacity_s,
-    )
+    plan = LoadPlan(replace(target, ttft_slo_ms=None), workload, max_concurrency=max_concurrency, limit_s=end_s)
     outcomes = run_load(plan).outcomes
-    finished = outcomes.finished_s[outcomes.is_complete]
-    count = int(np.sum((finished >= _CAPACITY_WARM_UP_S) & (finished < _CAPACITY_WARM_UP_S + config.capacity_s)))
-    if not count:
+    finished = outcomes.finished_s
+    is_counted = outcomes.is_complete & (finished >= _CAPACITY_WARM_UP_S) & (finished < end_s)
+    if not is_counted.any():
         raise BatonError(
             f"the capacity can't be measured: no request ended in {config.capacity_s:g} s of a closed loop; errors: "
             f"{outcomes.errors or 'none'}"
         )
-    return count / config.capacity_s
+    return ClosedLoop(float(is_counted.sum()) / config.capacity_s, float(np.median(outcomes.tpot_s[is_counted])) * 1e3)
 
 
 def _overloaded(config: OverloadConfig, targets: Mapping[str, Target], capacity: float) -> OverloadReport:
@@ -243,7 +254,7 @@ def _overloaded(config: OverloadConfig, targets: Mapping[str, Target], capacity:
     plans = []
     for number, (name, rate) in enumerate(rates.items(), start=2):
         length_s = watched_s if name == PROBE else config.overload_s
-        workload = _workload(config, rate, round(rate * length_s), number)
+        workload = overload_workload(config, rate, round(rate * length_s), number)
         delay_s = 0.0 if name == PROBE else config.before_s
         plans.append(LoadPlan(targets[name], workload, delay_s=delay_s))
     runs = dict(zip(rates, asyncio.run(run_concurrently(plans)), strict=True))

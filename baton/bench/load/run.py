@@ -152,10 +152,15 @@ def _on_interrupt(act: Callable[[], object]) -> Iterator[None]:
             loop.remove_signal_handler(signal.SIGINT)
 
 
-async def run_concurrently(plans: Sequence[LoadPlan]) -> list[LoadRun]:
-    """Runs several loads at once, each after its `delay_s`; Ctrl-C ends them. Raises BatonError and Unreachable."""
+async def run_concurrently(plans: Sequence[LoadPlan], *, as_long_as_first: bool = False) -> list[LoadRun]:
+    """Runs several loads at once, each after its `delay_s`; Ctrl-C ends them. Raises BatonError and Unreachable.
+
+    `as_long_as_first`: when the first load has ended, the others end with the outcomes until then.
+    """
     runs = [_Run(plan, lambda _: None) for plan in plans]
     tasks = [asyncio.create_task(run.run()) for run in runs]
+    if as_long_as_first:
+        tasks[0].add_done_callback(lambda _: _stop_all(runs[1:]))
 
     def interrupt() -> None:
         for run in runs:
@@ -168,6 +173,11 @@ async def run_concurrently(plans: Sequence[LoadPlan]) -> list[LoadRun]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _stop_all(runs: Sequence[_Run]) -> None:
+    for run in runs:
+        run.stop()
 
 
 def shares(max_concurrency: int | None, processes: int) -> list[int | None]:
@@ -198,7 +208,7 @@ class _Run:
             for number, share in enumerate(open_shares):
                 self._children.append(await _Child.start(self._instructions(number, len(open_shares), share)))
             if self._was_interrupted:
-                self._stop()  # children that were started after Ctrl-C have not been stopped yet
+                self.stop()  # children that were started after Ctrl-C have not been stopped yet
             await asyncio.gather(*(child.ready() for child in self._children))
             if self._plan.delay_s:
                 await asyncio.sleep(self._plan.delay_s)
@@ -206,7 +216,7 @@ class _Run:
                 child.write_line("go")
             self._began_s = time.monotonic()
             if self._plan.limit_s is not None:
-                loop.call_later(self._plan.limit_s, self._stop)
+                loop.call_later(self._plan.limit_s, self.stop)
             await asyncio.gather(*(child.receive_outcomes(self._on_child_progress) for child in self._children))
             return self._result()
         finally:
@@ -231,9 +241,10 @@ class _Run:
             for child in self._children:
                 child.kill()
         self._was_interrupted = True
-        self._stop()
+        self.stop()
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Ends the run early, with the outcomes until then."""
         for child in self._children:
             child.write_line("stop")
 
@@ -247,7 +258,7 @@ class _Run:
             total.tokens += progress.tokens
             total.is_unreachable |= progress.is_unreachable
         if total.is_unreachable:
-            self._stop()
+            self.stop()
         self._on_progress(total)
 
     def _result(self) -> LoadRun:

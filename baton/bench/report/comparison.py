@@ -95,6 +95,8 @@ def answer(measured: MeasuredResult) -> Answer:
         return Answer(f"All {plural(offered, 'request')} failed.", _most_frequent_error(measured), is_bad=True)
     if measured.kind == "validate":
         return _validated(measured)
+    if measured.kind == "overload" and (found := _beside_flood(measured)) is not None:
+        return found
     if not measured.slo:
         return _without_slo(measured)
     best = capacities(measured)
@@ -127,6 +129,34 @@ def _validated(measured: MeasuredResult) -> Answer:
     headline = f"The simulator's mean TTFT and TPOT are within {off} of those of real nodes."
     detail = f"The largest deviation of {plural(len(ratios), 'mean')} is {number(farthest, 2)} times: {where}."
     return Answer(headline, detail)
+
+
+def _beside_flood(measured: MeasuredResult) -> Answer | None:
+    """The answer about the tenant that sends first, alone and beside another one; None: the result has no such."""
+    texts, ratios, refused = [], [], 0.0
+    for arrangement, measurement in measured.measurements:
+        figures = measurement.tenants
+        if figures is None or len(figures.periods) < 2 or not figures.periods[0].rows:
+            continue
+        name = figures.periods[0].rows[0][0]
+        alone, beside = (
+            next((row for tenant, _, row in period.rows if tenant == name), {}) for period in figures.periods[:2]
+        )
+        first, then = alone.get("median_ttft_ms"), beside.get("median_ttft_ms")
+        if first and then:
+            ratios.append((name, then / first))
+        times = [
+            f"{milliseconds(row.get('median_ttft_ms'))} (p99 {milliseconds(row.get('p99_ttft_ms'))})"
+            for row in (alone, beside)
+        ]
+        refused += beside.get("refused", 0.0)
+        texts.append(f"{arrangement.name}: {times[0]} alone, {times[1]} beside the flood")
+    if not ratios:
+        return None
+    name, ratio = ratios[0]
+    headline = f"Beside the flood {name} waited {number(ratio, 2)} times as long for its first tokens as alone."
+    detail = f"{'; '.join(texts)}. {plural(round(refused), 'request')} of {name} were refused."
+    return Answer(headline, detail, is_bad=refused > 0)
 
 
 def _pairs(measured: MeasuredResult) -> list[tuple[Arrangement, Arrangement]]:

@@ -54,6 +54,37 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantSeries:
+    """A tenant over time, a value for each window; NaN where nothing was measured."""
+
+    name: str
+    service: Values
+    """Tokens per second, as the router counts what a tenant gets."""
+    ttft_ms: Values
+    """Median of the requests that were due in the window."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantPeriod:
+    """What tenants got while the same ones sent."""
+
+    begin_s: float
+    end_s: float
+    rows: Sequence[tuple[str, str, Mapping[str, float]]]
+    """The name of each tenant, its class, and its figures by their keys in the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantFigures:
+    """What each tenant of a measurement got."""
+
+    window_s: float
+    windows_from_s: Values
+    series: Sequence[TenantSeries]
+    periods: Sequence[TenantPeriod]
+
+
+@dataclass(frozen=True, slots=True)
 class Measurement:
     """A measurement of one arrangement at one rate."""
 
@@ -74,6 +105,7 @@ class Measurement:
     """Whether all arrangements were measured at this rate for comparison."""
     bottleneck: str
     """Why the load generator could not keep up; empty if it could."""
+    tenants: TenantFigures | None
 
     @property
     def attainment(self) -> float | None:
@@ -253,7 +285,27 @@ def _measurement(fields: _Fields) -> Measurement:
         timeline={str(node): _intervals(rows, f"{timeline.where}[{node!r}]") for node, rows in timeline.raw.items()},
         is_common=fields.raw.get("is_common") is True,
         bottleneck=fields.fields("generator").text("bottleneck"),
+        tenants=_tenants(fields.fields("tenants")) if fields.raw.get("tenants") else None,
     )
+
+
+def _tenants(fields: _Fields) -> TenantFigures:
+    starts = _column(fields, "windows_from_s")
+    series = [
+        TenantSeries(each.text("name"), _column(each, "service_tokens_per_s"), _column(each, "median_ttft_ms"))
+        for each in fields.objects("over_time")
+    ]
+    for each in series:
+        is_even = starts.size == each.service.size == each.ttft_ms.size
+        _require(is_even, fields.path("over_time"), "columns of different lengths")
+    return TenantFigures(
+        fields.number("window_s") or 0.0, starts, series, list(map(_period, fields.objects("periods")))
+    )
+
+
+def _period(fields: _Fields) -> TenantPeriod:
+    rows = [(row.text("name"), row.text("class"), row.numbers()) for row in fields.objects("tenants")]
+    return TenantPeriod(fields.number("begin_s") or 0.0, fields.number("end_s") or 0.0, rows)
 
 
 def _latencies(columns: _Fields) -> Latencies:

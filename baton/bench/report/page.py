@@ -15,6 +15,7 @@ from baton.bench.report import plots
 from baton.bench.report.comparison import answer, capacities, rate_of
 from baton.bench.report.html import Markup, Section, join, percent, plural, render, table, tag, unbroken
 from baton.bench.report.measured import MeasuredResult, parse_result
+from baton.bench.report.tenants import tenants
 from baton.bench.report.timeline import timelines
 from baton.bench.results.result_file import write_text
 
@@ -24,6 +25,7 @@ _KINDS = {
     "nodes": "Benchmark of several nodes",
     "simulate": "Simulation",
     "validate": "Simulation beside real processes",
+    "overload": "A tenant beside a flood of another one's requests",
 }
 
 
@@ -40,6 +42,7 @@ def page(measured: MeasuredResult) -> str:
         tag("style", style),
     )
     sections = [
+        *([tenants(measured)] if any(each.tenants for _, each in measured.measurements) else []),
         plots.goodput(measured),
         plots.attainment(measured),
         plots.first_tokens(measured),

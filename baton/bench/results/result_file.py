@@ -1,12 +1,13 @@
 """The result file of a benchmark: JSON of one schema for all commands, measured or simulated.
 
-{schema: "baton.bench/1", kind: serve | compare | nodes | simulate | validate, created, machine, versions, command,
- seed, workload: {...},
+{schema: "baton.bench/1", kind: serve | compare | nodes | simulate | validate | overload, created, machine, versions,
+ command, seed, workload: {...},
  arrangements: [{name, cores, gpus, goodput?: {...},
                  rates: [{rate, summary: {vLLM's keys}, ttft_histogram?, itl_histogram?: {edges_s, counts},
                           attainment_by_scale?: [[times the SLO, share], ...], outcomes?: {column: [...]},
                           timeline?: {node: [[start_s, end_s, kind, tokens], ...]}, ttft_parts?: {queue: ms, ...},
-                          generator?: {...}, node_metrics?: {node: {...}}}]}],
+                          generator?: {...}, node_metrics?: {node: {...}},
+                          tenants?: {what `baton.bench.results.tenants` says}}]}],
  ... fields of the kind}
 """
 
@@ -26,7 +27,7 @@ from baton.bench.results.host import processor, usable_cores
 from baton.errors import InvalidRequest
 
 SCHEMA = "baton.bench/1"
-KINDS = ("serve", "compare", "nodes", "simulate", "validate")
+KINDS = ("serve", "compare", "nodes", "simulate", "validate", "overload")
 Result = dict[str, Any]
 _HIDDEN = "..."
 _PASSWORD = re.compile(r"(://[^/@:\s]*:).*@")

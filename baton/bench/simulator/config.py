@@ -18,6 +18,7 @@ from baton.messages.speculation import MAX_DRAFTS, SpeculationConfig
 from router.placement.room import DEFAULT_RULES
 
 if TYPE_CHECKING:
+    from baton.bench.workloads.tenants import TenantLoad
     from router.admission.limits import DispatchLimits
 
 Preset = Literal["distserve", "mooncake", "fleet"]
@@ -182,6 +183,8 @@ class SimulationConfig:
     repair_s: Annotated[float, Flag("Seconds until a failed node serves again.", min=0)] = 60.0
     limits: DispatchLimits | None = None
     """The router's limits; None: no request is refused."""
+    tenants: Sequence[TenantLoad] = ()
+    """The tenants of the requests. Requests of other ones have a weight of 1 and the class `normal`."""
     max_concurrency: Annotated[int | None, Flag("Largest number of open requests.", min=1)] = None
     """With one the load is a closed loop."""
     cells: Annotated[int, Flag("Divide nodes and load among N routers that know nothing of each other.", min=1)] = 1

@@ -11,6 +11,7 @@ from baton.bench.arrangement import Arrangement
 from baton.bench.results.goodput import Goodput, find_goodput
 from baton.bench.results.result_file import Result, new_result
 from baton.bench.results.summary import Slo, measurement, summarize
+from baton.bench.results.tenants import TenantRun, tenants_result
 from baton.bench.simulator.cells import simulate_cells
 from baton.bench.simulator.config import NodeSizes, SimulationConfig
 from baton.bench.simulator.events import TimelineEntry
@@ -18,7 +19,9 @@ from baton.bench.simulator.shapes import RankFigures
 from baton.bench.simulator.simulation import Simulated
 from baton.bench.simulator.step_times import FormulaTimes
 from baton.bench.workloads.spec import WorkloadSpec
+from baton.bench.workloads.tenants import TenantsWorkload
 from baton.messages.node import Role
+from router.admission.limits import DispatchLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,17 @@ class SimulationPlan:
     ranks: RankFigures = field(default_factory=RankFigures)
     """What a division into ranks costs; the sizes in `config` are of nodes that are divided already."""
 
+    def tenants_workload(self) -> TenantsWorkload | None:
+        """The requests of the tenants, which send at their own rates; None: there are none. Raises InvalidRequest."""
+        return TenantsWorkload(self.config.tenants, self.workload) if self.config.tenants else None
+
+    def workload_json(self) -> dict[str, Any]:
+        """The workload as a result file has it."""
+        values, tenants = self.workload.to_json(), self.tenants_workload()
+        if tenants is not None:
+            values |= {"num_prompts": len(tenants), "request_rate": tenants.rate, "tenants": tenants.to_json()}
+        return values
+
 
 def run_plan(plan: SimulationPlan, created: str, progress: Callable[[str, int], None] = lambda name, n: None) -> Result:
     """Simulates all runs. `progress` is called with a run's name and the number of its requests that have ended."""
@@ -47,7 +61,7 @@ def run_plan(plan: SimulationPlan, created: str, progress: Callable[[str, int], 
             name = str(arrangement) if len(plan.policies) == 1 else f"{arrangement} {policy}"
             config = replace(plan.config, arrangement=arrangement, policy=policy)
             arrangements.append(_arrangement(plan, config, name, progress))
-    result = new_result("simulate", plan.workload.to_json(), arrangements, plan.config.seed, created)
+    result = new_result("simulate", plan.workload_json(), arrangements, plan.config.seed, created)
     result["max_concurrency"] = plan.config.max_concurrency
     if plan.finds_goodput:
         result |= _compared(arrangements)
@@ -69,7 +83,8 @@ def _arrangement(
         start = config.arrangement.num_nodes * 1.0
         goodput = find_goodput(lambda rate: float(run_at(rate)["summary"]["attainment"]), start, plan.attainment)
     else:
-        run_at(plan.workload.request_rate)
+        tenants = plan.tenants_workload()
+        run_at(plan.workload.request_rate if tenants is None else tenants.rate)
     values: dict[str, Any] = {
         "name": name,
         "policy": config.policy,
@@ -98,17 +113,40 @@ def _shapes(config: SimulationConfig) -> dict[str, str]:
 def _rate(
     plan: SimulationPlan, config: SimulationConfig, rate: float, progress: Callable[[int], None]
 ) -> dict[str, Any]:
-    workload = replace(plan.workload, request_rate=rate).build()
+    tenants = plan.tenants_workload()
+    workload = tenants or replace(plan.workload, request_rate=rate).build()
     started = _cpu_s()
     done = simulate_cells(workload, config, progress)
     took_s = _cpu_s() - started
     summary = summarize(done.outcomes, done.duration_s, plan.slo, plan.percentiles)
     more = {"ttft_parts": done.parts.means_ms(), "simulator": _simulator(done, took_s, config.cells)}
+    if tenants is not None:
+        more["tenants"] = _tenants(tenants, config, done)
     if plan.keeps_outcomes:
         more["outcomes"] = done.outcomes.columns()
     if done.timeline is not None:
         more["timeline"] = timeline_rows(done)
     return measurement(None if rate == float("inf") else rate, done.outcomes, summary, more)
+
+
+def _tenants(workload: TenantsWorkload, config: SimulationConfig, done: Simulated) -> dict[str, Any]:
+    """The figures by tenant of a simulation of these requests."""
+    numbers, arrivals_s = workload.tenant_numbers, workload.arrivals_s
+    of_outcome = numbers[done.outcomes.index]
+    runs = [
+        TenantRun(
+            name=load.name,
+            weight=load.weight,
+            service_class=load.service_class,
+            begin_s=load.begin_s,
+            end_s=load.end_s,
+            arrivals_s=arrivals_s[numbers == number],
+            outcomes=done.outcomes,
+            is_own=of_outcome == number,
+        )
+        for number, load in enumerate(config.tenants)
+    ]
+    return tenants_result(runs, (config.limits or DispatchLimits()).fair_output_weight)
 
 
 def _cpu_s() -> float:

@@ -37,6 +37,7 @@ from baton.node.reports.reports import node_record
 from baton.registry import NodeRecord
 from router.admission.limits import DispatchLimits
 from router.admission.request import ValidRequest
+from router.admission.service_class import ServiceClass
 from router.flight.active_request import ActiveRequest, ClientCall
 from router.flight.answer import Answer
 from router.flight.event_queue import EventQueue, FairQueue
@@ -174,6 +175,7 @@ class SimulatedRouter:
         self._drawn: TokenTimes = {}
         """When the tokens of the report that is being read were drawn."""
         limits = config.limits or DispatchLimits(queue_wait_s=1e9, capacity_wait_s=1e9, max_queue=1 << 30)
+        self._tenants = {tenant.name: tenant for tenant in config.tenants}
         self._requests = LiveRequests(self._view, self, timeline, rng, limits, placer=placer)
 
     @property
@@ -263,7 +265,14 @@ class SimulatedRouter:
         valid = ValidRequest(prompt, self._params_for(request.output_length), request_id=request_id, model=MODEL)
         client = SimulatedClient(request, request_id, planned_s, self._turns, self._read, self._end)
         self.num_open += 1
-        self._requests.start(self._requests.open(valid, Answer(None, valid), client, ClientCall(self._timeline.now)))
+        self._requests.start(self._requests.open(valid, Answer(None, valid), client, self._call_of(request.tenant)))
+
+    def _call_of(self, tenant: str) -> ClientCall:
+        """The call of a client of this tenant, with what an API key says of the tenant."""
+        load, now = self._tenants.get(tenant), self._timeline.now
+        if load is None:
+            return ClientCall(now)
+        return ClientCall(now, service_class=ServiceClass[load.service_class.upper()], weight=load.weight)
 
     def _params_for(self, output_length: int) -> SamplingParams:
         length = max(1, output_length)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from baton.bench.config import OverloadConfig
 from baton.cli.bench.flags import NOT_GIVEN, FlagsOf, Given, with_flags
-from baton.cli.bench.options import check_files, printed_as_data
+from baton.cli.bench.options import Destination, check_files, created_now, printed_as_data
+from baton.cli.bench.tenants import print_tenants
 from baton.cli.output import Format, OutputOption, print_note, print_table, print_text
-from baton.errors import ExitCode
+from baton.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from baton.bench.overload import OverloadReport
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 @with_flags
 def overload(
+    context: typer.Context,
     given: Annotated[
         Given,
         FlagsOf(
@@ -27,7 +30,17 @@ def overload(
             defaults={"backend": "grpc"},
         ),
     ] = NOT_GIVEN,
-    out: Annotated[Path | None, typer.Option(help="Write overload.json and overload.svg to this folder.")] = None,
+    tenants: Annotated[
+        bool,
+        typer.Option("--tenants", help="Measure instead what a light tenant gets beside a flood of another one's."),
+    ] = False,
+    with_fcfs: Annotated[
+        bool, typer.Option("--with-fcfs", help="With --tenants: measure it with --fairness off, too.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write overload.json and overload.svg, or with --tenants overload.html, to this folder."),
+    ] = None,
     output: OutputOption = Format.TEXT,
 ) -> None:
     """Offer a cluster ten times its capacity, and measure what it serves, how it refuses, and how soon it recovers.
@@ -36,11 +49,23 @@ def overload(
     the load in an open loop. The greedy one sends nine tenths of it, and has a quota of half of the requests that may
     run at once. A probe with a tenth of the capacity runs before, during and after the overload. Exits with 1 if a
     check fails.
+
+    With --tenants nobody has a quota. A light tenant sends a fifth of the capacity, for half of --duration alone, and
+    then beside a flood of --factor times as many requests of another tenant.
     """
     from baton.bench.overload import run
 
     check_files(None if out is None else out / "overload.json")
     config = OverloadConfig(**given)
+    if with_fcfs and not tenants:
+        raise UsageError("--with-fcfs: needs --tenants")
+    if tenants:
+        for name, option in (("after_s", "--after"), ("ttft_slo_ms", "--ttft")):
+            source = context.get_parameter_source(name)
+            if source is not None and source.name != "DEFAULT":
+                raise UsageError(f"{option}: has no meaning with --tenants")
+        _run_tenants(config, out, output, with_fcfs=with_fcfs)
+        return
     if output is Format.TEXT:
         took_s = config.capacity_s + config.before_s + config.overload_s + config.after_s
         print_note(f"this takes a little longer than {took_s:.0f} s")
@@ -51,6 +76,32 @@ def overload(
         _write(report, out)
     if not all(ok for _, _, ok in report.checks()):
         raise typer.Exit(int(ExitCode.FAILED))
+
+
+def _run_tenants(config: OverloadConfig, out: Path | None, output: Format, *, with_fcfs: bool) -> None:
+    from baton.bench.fairness import alone_s, run
+
+    if output is Format.TEXT:
+        took_s = config.capacity_s + (alone_s(config) + config.overload_s) * (1 + with_fcfs)
+        print_note(f"this takes a little longer than {took_s:.0f} s")
+    result = run(config, created_now(), with_fcfs=with_fcfs)
+    files = (None, None) if out is None else (out / "overload.json", out / "overload.html")
+    Destination(output, *files).show(result, lambda: _print_tenants(result))
+    if not all(check["passed"] for check in result["checks"]):
+        raise typer.Exit(int(ExitCode.FAILED))
+
+
+def _print_tenants(result: Mapping[str, Any]) -> None:
+    full = result["full_batch"]
+    print_text(f"a full batch: {full['request_throughput']:.1f} requests/s, {full['median_tpot_ms']:.1f} ms a token")
+    for arrangement in result["arrangements"]:
+        rate = arrangement["rates"][0]
+        print_tenants(rate["tenants"], arrangement["name"])
+        if why := rate["generator"]["bottleneck"]:
+            print_text(f"the load generator was late: {why}")
+    print_text()
+    rows = [[check["promise"], check["seen"], "PASS" if check["passed"] else "FAIL"] for check in result["checks"]]
+    print_table(["PROMISE", "SEEN", ""], rows)
 
 
 def _print(report: OverloadReport) -> None:

@@ -25,7 +25,7 @@ def report(
     result: Annotated[
         Path,
         typer.Argument(
-            help="Result file of serve, compare, nodes, validate or simulate.",
+            help="Result file of serve, compare, nodes, validate, simulate or overload --tenants.",
             metavar="RESULT.json",
             show_default=False,
         ),

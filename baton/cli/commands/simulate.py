@@ -22,6 +22,14 @@ from baton.bench.workloads.spec import Dataset, WorkloadSpec
 from baton.cli.bench.flags import NOT_GIVEN, FlagsOf, Given, with_flags
 from baton.cli.bench.options import Destination, MoreGoodputArgument, ReportOption, check_files, created_now
 from baton.cli.bench.serve import count_requests, slo_of, usage_errors
+from baton.cli.bench.tenants import (
+    DurationOption,
+    FairnessOption,
+    MaxQueueOption,
+    TenantOption,
+    print_tenants,
+    with_tenants,
+)
 from baton.cli.output import Format, OutputOption, print_table, print_text
 from baton.cli.waiting import ProgressLine
 from baton.errors import BatonError, InvalidRequest
@@ -73,6 +81,10 @@ def simulate(
             },
         ),
     ] = NOT_GIVEN,
+    tenant: TenantOption = None,
+    duration: DurationOption = None,
+    fairness: FairnessOption = None,
+    max_queue: MaxQueueOption = None,
     closed_loop: Annotated[Given, FlagsOf(SimulationConfig, "max_concurrency", are_optional=True)] = NOT_GIVEN,
     lengths: Annotated[
         Given,
@@ -167,6 +179,8 @@ def simulate(
             failures["failures"] = list(map(_failure, fail))
         config = replace(plan.config, **routers, **closed_loop, **network, **failures)
         paced = "request_rate" in arrivals
+        replaced = {"--request-rate": paced, "--num-prompts": "num_prompts" in arrivals, "--find-goodput": find_goodput}
+        config = with_tenants(config, tenant, duration, fairness, max_queue, replaced)
         plan = replace(
             plan,
             workload=replace(plan.workload, **arrivals, **lengths),
@@ -174,7 +188,7 @@ def simulate(
             policies=[choice.value for choice in policy] if policy else plan.policies,
             keeps_outcomes=save_detailed,
             attainment=attainment,
-            finds_goodput=find_goodput or (plan.finds_goodput and not paced),
+            finds_goodput=find_goodput or (plan.finds_goodput and not paced and not tenant),
         )
         if plan.workload.is_trace and not paced:
             plan = replace(plan, workload=replace(plan.workload, request_rate=math.inf))
@@ -186,7 +200,8 @@ def simulate(
         plan = _divided(plan, figures, prefill, decode)
         plan = _with_arrangements(replace(plan, slo=slo or plan.slo), arrangement, splits)
         _check(plan)
-        total = count_requests(plan.workload)
+        tenants = plan.tenants_workload()
+        total = count_requests(plan.workload) if tenants is None else len(tenants)
     created = created_now()
     with _progress(total, output is Format.TEXT) as progress:
         result = run_plan(plan, created, progress)
@@ -325,6 +340,10 @@ def _print(result: dict[str, Any]) -> None:
         print_text()
         for line in shapes:
             print_text(line)
+    for arrangement in result["arrangements"]:
+        for rate in arrangement["rates"]:
+            if "tenants" in rate:
+                print_tenants(rate["tenants"], arrangement["name"])
     if drafted:
         print_text()
         print_table(["ARRANGEMENT", "RATE", "TOK/STEP", "DRAFTS", "TOKENS", "RIGHT"], drafted)

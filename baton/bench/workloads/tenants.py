@@ -17,10 +17,10 @@ from baton.bench.workloads.workload import Workload, WorkloadRequest
 from baton.did_you_mean import did_you_mean
 from baton.errors import ConfigError, InvalidRequest
 from baton.security.keys import check_tenant
+from baton.security.quotas import MAX_WEIGHT, MIN_WEIGHT
 
 CLASSES = ("urgent", "normal", "batch")
 """The names of `ServiceClass` of the router."""
-_WEIGHTS = (0.01, 1000.0)
 _MOST_TENANTS = 1000
 _FIELDS = {
     "name": "name",
@@ -100,7 +100,7 @@ def _value(key: str, text: str) -> Any:
     except ValueError:
         kind = "a whole number" if key.endswith("-len") else "a number"
         raise _wrong(f"{key} {text!r} is not {kind}") from None
-    lowest, highest = _WEIGHTS
+    lowest, highest = MIN_WEIGHT, MAX_WEIGHT
     if key == "weight" and not lowest <= number <= highest:
         raise _wrong(f"weight {text} is not from {lowest:g} to {highest:g}")
     if key in ("from", "until") and not 0.0 <= number < math.inf:

@@ -64,7 +64,8 @@ def simulate(
     ] = None,
     policy: Annotated[list[Policy] | None, typer.Option(help="Placement policy. May be repeated.")] = None,
     routers: Annotated[
-        Given, FlagsOf(SimulationConfig, "choices cells kv_room steps_ahead", are_optional=True)
+        Given,
+        FlagsOf(SimulationConfig, "choices cells kv_room steps_ahead target_ttft_ms target_tpot_ms", are_optional=True),
     ] = NOT_GIVEN,
     arrivals: Annotated[
         Given,
@@ -113,6 +114,9 @@ def simulate(
             are_optional=True,
         ),
     ] = NOT_GIVEN,
+    prefill_max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="--max-num-batched-tokens of prefill nodes.", min=1)
+    ] = None,
     tp: Annotated[
         int | None,
         typer.Option(help="Ranks of each node that compute each layer together, each a GPU. Default: 1.", **_RANKS),
@@ -197,7 +201,7 @@ def simulate(
         figures = replace(plan.ranks if step_times is None else RankFigures(0, 0, 0, 0), **ranks)
         prefill = NodeShape(prefill_tp or tp or 1, prefill_pp or pp or 1)
         decode = NodeShape(decode_tp or tp or 1, decode_pp or pp or 1)
-        plan = _divided(plan, figures, prefill, decode)
+        plan = _divided(plan, figures, prefill, decode, prefill_max_num_batched_tokens)
         plan = _with_arrangements(replace(plan, slo=slo or plan.slo), arrangement, splits)
         _check(plan)
         tenants = plan.tenants_workload()
@@ -228,10 +232,18 @@ def _speculation(drafts: Given, is_fixed: bool) -> SimulatedSpeculation | None:
     return None
 
 
-def _divided(plan: SimulationPlan, figures: RankFigures, prefill: NodeShape, decode: NodeShape) -> SimulationPlan:
-    """The plan with nodes of these shapes; its sizes are those of nodes of one rank."""
+def _divided(
+    plan: SimulationPlan, figures: RankFigures, prefill: NodeShape, decode: NodeShape, prefill_chunk: int | None
+) -> SimulationPlan:
+    """The plan with nodes of these shapes; its sizes are those of nodes of one rank.
+
+    `prefill_chunk`: the most tokens in a step of prefill nodes; None: as in one of decode nodes.
+    """
     sizes = plan.config.sizes
-    config = replace(plan.config, sizes=figures.sizes_of(sizes, decode), prefill_sizes=figures.sizes_of(sizes, prefill))
+    of_prefill = replace(sizes, max_num_batched_tokens=prefill_chunk or sizes.max_num_batched_tokens)
+    config = replace(
+        plan.config, sizes=figures.sizes_of(sizes, decode), prefill_sizes=figures.sizes_of(of_prefill, prefill)
+    )
     return replace(plan, config=config, ranks=figures)
 
 

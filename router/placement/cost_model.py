@@ -13,11 +13,16 @@ A *way* is a pair of nodes or a node alone. All costs are in milliseconds. On a 
 and on one node alone the same without a hand-off and with a larger stall: every prompt token lengthens a decode step
 for all streams of that node.
 
-The cheapest way wins among those that are predicted to meet the request's service level, if there are any, else among
-all. Among ways that cost about the same the one wins whose nodes were unused for longest.
+The way wins that is predicted to miss the fewest targets of the service level, the cheapest of several. There are the
+time to the first token, the time per token of the request, and that of the streams beside which its prompt is computed:
+prompts take a share of the node's time, which leaves less to its streams (`NodeCosts.pace_ms`). Among ways that cost
+about the same the one wins whose nodes were unused for longest.
 
-A pair is found in two steps, first the prefill node and then the decode
-node for it, since nothing but the hand-off depends on both.
+A prefill node decodes what its prompt began (it *stays*) while no decode node has room for another stream, or all of
+them are close to the target and it would be quicker there.
+
+A pair is found in two steps, first the prefill node and then the decode node for it, since nothing but the hand-off
+depends on both.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def test_errors_in_a_file_are_named(tmp_path: Path, content: str, complaint: str
         ({"kv_cache_memory": "much"}, "kv_cache_memory 'much'"),
         ({"advertise": "nowhere"}, "advertise 'nowhere' from --advertise: must be HOST:PORT"),
         ({"node_id": "a b"}, "node_id 'a b'"),
-        ({"max_num_seqs": 600}, "max_num_batched_tokens (512) must be at least max_num_seqs (600)"),
+        ({"max_loras": 64}, "max_cpu_loras (32) must be at least max_loras (64)"),
         ({"async_scheduling": "yes"}, "async_scheduling 'yes' from --async-scheduling"),
         ({"preemption_mode": "swap"}, "preemption_mode swap needs a host tier"),
         ({"bloc_size": 1}, "unknown key 'bloc_size' (did you mean block_size?)"),

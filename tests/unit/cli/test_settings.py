@@ -218,7 +218,6 @@ def test_a_number_is_the_same_after_its_way_to_another_process(value: float) -> 
 
 def test_inconsistent_settings_are_refused_before_a_process_is_started() -> None:
     for settings, complaint in (
-        ({"max_num_batched_tokens": 8}, "max_num_batched_tokens"),
         ({"preemption_mode": "swap"}, "host_cache_memory"),
         ({"metrics_port": 65535}, "metrics_port 65535 leaves no ports for 2 nodes"),
     ):

@@ -36,6 +36,25 @@ def test_a_prompt_is_cut_by_budget_and_threshold() -> None:
     assert rig.scheduler.schedule().num_scheduled_tokens == {"long": 12, "short": 1}
 
 
+def test_a_step_with_few_tokens_of_prompts_computes_one_of_each_stream_beside_them() -> None:
+    rig = EngineRig(max_num_batched_tokens=4, max_num_seqs=8)
+    for number in range(6):
+        rig.begin(f"r{number}", 4 + number, max_tokens=12, seed=number)
+    rig.add("late", 10, max_tokens=2)
+    most = 0
+    while rig.scheduler.has_requests():
+        output = rig.scheduler.schedule()
+        decoding = output.total_num_scheduled_tokens - output.num_prefill_tokens
+        running = [each for each in rig.requests.values() if each.status is RequestStatus.RUNNING]
+        assert decoding == sum(each.num_output_tokens > 0 for each in running)
+        assert output.num_prefill_tokens <= 4
+        most = max(most, decoding if output.num_prefill_tokens == 4 else 0)
+        rig.commit(output)
+    assert most >= 6, "as many streams as the step has tokens of prompts, and more"
+    for name, tokens in rig.tokens.items():
+        assert tokens == rig.expected(name, 2 if name == "late" else 12)
+
+
 def test_a_long_prompt_leaves_a_token_to_each_stream_behind_it() -> None:
     """The threshold lets `late` run beside the first chunk; later chunks of the long prompt could use it all."""
     rig = EngineRig(max_num_batched_tokens=8, max_num_seqs=8, long_prefill_token_threshold=8)
@@ -268,7 +287,7 @@ def test_cache_usage_counts_the_blocks_that_are_held() -> None:
 @pytest.mark.parametrize(
     ("limits", "story"),
     [
-        ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, "at least max_num_seqs"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be positive"),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 64}, "without chunked prefill"),
         ({"watermark": 1.0}, "watermark"),
         ({"block_size": 0}, "block_size"),

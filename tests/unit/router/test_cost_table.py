@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
@@ -16,6 +17,7 @@ from baton.messages.node import NodeDescription
 from baton.messages.node_model import EMBEDS, GENERATES
 from router.placement.cost_model import NodeCosts, PlacementQuery, ServiceLevel, cheapest, newcomer_share, node_costs
 from router.placement.cost_table import CostTable, fitting_kinds
+from router.placement.fleet_rates import NO_WORK, MixedWork
 from router.placement.placement import Candidate, Candidates, Demand, Origin, fitting_nodes, may_serve, with_room
 from router.placement.rates import StepRates
 from router.placement.room import Lack
@@ -49,7 +51,7 @@ def some_candidate(rng: Random, node: NodeDescription) -> Candidate:
         node,
         load=float(rng.choice([0, 1, 2, 30])),
         last_chosen=rng.choice([0, 0, 1, 2, 3]),
-        lack=Lack.SEATS if rng.random() < 0.2 else None,
+        lack=rng.choice([Lack.SEATS, Lack.KV, Lack.TOKENS]) if rng.random() < 0.3 else None,
         uncomputed_tokens=rng.choice([0, 0, 1, 600]),
         context_tokens=rng.choice([0, 5000]),
         attached_at=rng.choice([0.0, NOW, NOW - 1.0]),
@@ -64,6 +66,7 @@ class Fleet:
         self._rng = rng
         self._rates: dict[str, StepRates] = {}
         self._pending: dict[str, int] = {}
+        self._work: dict[str, MixedWork] = {}
         self.table = CostTable(self._costs)
         self.candidates: tuple[Candidate, ...] = ()
 
@@ -71,7 +74,8 @@ class Fleet:
         incarnation = candidate.node.incarnation
         share = newcomer_share(now - candidate.attached_at)
         rates, pending = self._rates.get(incarnation, RATES[0]), self._pending.get(incarnation, 0)
-        return node_costs(candidate, pending, rates, 1e-6, share, prefills_only=prefills_only)
+        work = self._work.get(incarnation, NO_WORK)
+        return node_costs(candidate, pending, rates, 1e-6, share, prefills_only=prefills_only, work=work)
 
     def renew(self) -> None:
         """Replace the nodes, or update the reports of some of them."""
@@ -94,6 +98,8 @@ class Fleet:
             if rng.random() < 0.2:
                 incarnation = candidate.node.incarnation
                 self._rates[incarnation], self._pending[incarnation] = rng.choice(RATES), rng.choice([0, 100])
+                reported = MixedWork(rng.choice([0, 3]), 300, rng.choice([0.0, 500.0, 1e4]), NOW - rng.random())
+                self._work[incarnation] = rng.choice([NO_WORK, reported])
                 self.table.mark_stale(incarnation)
 
     def sample(self, share: float) -> frozenset[str]:
@@ -129,7 +135,9 @@ class Fleet:
             expected,
             cached={incarnation: rng.choice([16, 512, 5000]) for incarnation in self.sample(rng.choice([0.0, 0.4]))},
             level=ServiceLevel(rng.choice([infinite, 30.0, 200.0]), rng.choice([infinite, 6.0, 25.0])),
-            alone_tokens=rng.choice([0, 512]),
+            alone_tokens=rng.choice([0, 512, sys.maxsize]),
+            now=now,
+            may_stay=rng.random() < 0.5,
             passed_over=self.sample(rng.choice([0.0, 0.5])),
             pairs_passed_over=frozenset(
                 (a.node.node_id, b.node.node_id) for a in candidates for b in candidates if rng.random() < 0.2

@@ -93,8 +93,11 @@ def test_idle_time_earns_nothing_and_idle_capacity_costs_nothing() -> None:
     # Alone, it uses capacity that nobody wants; then it is not behind a new one.
     for _ in range(50):
         ledger.charge("busy", 1000, 0)
+    running = ledger.charge("busy", 1000, 0)
     ledger.begin_waiting("new")
     assert ledger.first() == "new"
+    # A request from before that ends now costs what it has cost, and brings back nothing else.
+    ledger.settle(running, 1000, 0)
     ledger.begin_waiting("busy")
     ledger.charge("new", 1, 0)
     assert ledger.first() == "busy"

@@ -37,7 +37,7 @@ class Front:
         self.rig = rig
         self._count = 0
         self.store = FakeQuotas(server)
-        self.tenants = Tenants(QuotaDesk(self.store, server.clock, name))
+        self.tenants = Tenants(desk=QuotaDesk(self.store, server.clock, name))
         self.handler = GenerationHandler(rig.dispatcher, FakeTokenizer(), lambda: CARD, self.tenants)
 
     def ask(self, caller: Caller, **fields: Any) -> AsyncGenerator[GenerateEvent, None]:

@@ -356,7 +356,10 @@ class WaitingRoom:
             choice = self._choose(candidates, active, place)
         placement, goes_ahead = choice.placement, self._goes_ahead(ticket)
         for node in (placement.prefill, placement.decode):
-            if node is not None and (why := self._view.why_full(node.incarnation, goes_ahead=goes_ahead)):
+            if node is None:
+                continue
+            has_prompt = node is placement.prompt_node
+            if why := self._view.why_full(node.incarnation, has_prompt=has_prompt, goes_ahead=goes_ahead):
                 raise Overloaded(f"every node is full: the best one {why}")
         self._check_in_time(ticket, choice)
         return choice
@@ -365,7 +368,7 @@ class WaitingRoom:
         """Whether the node may have room for a request that waits and is next."""
         firsts = (self._text.queue.first(), self._embeddings.queue.first())
         goes_ahead = any(first is not None and self._goes_ahead(first) for first in firsts)
-        return not self._view.why_full(incarnation, goes_ahead=goes_ahead)
+        return not self._view.why_full(incarnation, has_prompt=False, goes_ahead=goes_ahead)
 
     def _goes_ahead(self, ticket: Ticket[ActiveRequest]) -> bool:
         """Whether a request goes ahead of those that wait for seats on nodes."""

@@ -50,6 +50,8 @@ class Charge:
     tokens: float
     moved: float
     """`_Account.moved` at that time."""
+    weight: float
+    """The tenant's weight at that time."""
 
 
 @value(frozen=True, slots=True)
@@ -155,29 +157,32 @@ class TenantLedger:
     def charge(self, tenant: str, prompt_tokens: int, most_output: int, sequences: int = 1) -> Charge:
         """A request gets nodes. `most_output`: the most tokens that each of its sequences generates."""
         account = self._account(tenant)
+        self._forgive(tenant, account)
         if self._waiting and tenant not in self._waiting:
             # It gets nodes at once, before those that wait.
             self._join(account)
         output = sequences * min(float(most_output), account.mean_output)
-        charge = Charge(tenant, prompt_tokens + self._output_weight * output, account.moved)
+        charge = Charge(tenant, prompt_tokens + self._output_weight * output, account.moved, account.weight)
         account.last_charge = charge.tokens / account.weight
-        self._charge(tenant, account, account.last_charge)
+        self._charge(tenant, account, account.last_charge, account.weight)
         return charge
 
     def settle(self, charge: Charge, prompt_tokens: int, output_tokens: int, sequences: int = 1) -> float:
         """A request that was charged has ended, and has cost so many tokens. Returns that cost in tokens."""
         account = self._account(charge.tenant)
+        self._forgive(charge.tenant, account)
         account.mean_output += _NEWEST * (output_tokens / sequences - account.mean_output)
         cost = prompt_tokens + self._output_weight * output_tokens
-        change = (cost - charge.tokens) / account.weight
+        change = (cost - charge.tokens) / charge.weight
         if change < 0:
             change = min(0.0, change + account.moved - charge.moved)
-        self._charge(charge.tenant, account, change)
+        self._charge(charge.tenant, account, change, charge.weight)
         return cost
 
     def charge_from_others(self, tenant: str, tokens: float, weight: float) -> None:
         """Another router has charged the tenant so many tokens, or given them back. `weight`: the one it has there."""
         account = self._account(tenant)
+        self._forgive(tenant, account)
         if tenant not in self._waiting:
             account.weight = weight
         change = max(tokens / account.weight, -account.by_others)
@@ -226,21 +231,25 @@ class TenantLedger:
         if len(self._idle) > _MAX_IDLE:
             self._idle.popitem(last=False)
 
-    def _charge(self, tenant: str, account: _Account, change: float) -> None:
+    def _charge(self, tenant: str, account: _Account, change: float, weight: float) -> None:
+        """Change the counter, which is in tokens divided by this weight."""
         self._add(tenant, account, change)
         if self.on_charged is not None:
-            self.on_charged(tenant, change * account.weight, account.weight)
+            self.on_charged(tenant, change * weight, account.weight)
 
     def _add(self, tenant: str, account: _Account, change: float) -> None:
-        if tenant not in self._waiting and account.period != self._period:
-            # What it had before is forgiven now: once it is charged in this period, nothing shows that any more.
-            self._move(account, min(account.counter, self._most_without_debt()))
         account.counter += change
         account.period = self._period
         if tenant in self._waiting:
             self._push(tenant, account)
         else:
             self._idle.move_to_end(tenant)
+
+    def _forgive(self, tenant: str, account: _Account) -> None:
+        """Forgive what rule 3 forgives, before a change: behind it nothing shows any more that nobody waited."""
+        if tenant not in self._waiting and account.period != self._period:
+            self._note_time()
+            self._move(account, min(account.counter, self._most_without_debt()))
 
     def _join(self, account: _Account) -> None:
         self._move(account, self._counter_to_join(account))

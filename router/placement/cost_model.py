@@ -36,7 +36,7 @@ from baton.messages.node import NodeDescription, Role
 from baton.messages.operator import PlacementWay
 from baton.values import value
 from router.placement.fleet_rates import NO_WORK, STREAM_TOKENS, MixedWork, decay
-from router.placement.placement import Candidate, Demand
+from router.placement.placement import Candidate, Demand, takes_no_stream
 from router.placement.rates import StepRates
 from router.placement.reasons import CHEAPER_ALONE, CHEAPEST_PAIR, STAYS, Reason
 from router.placement.room import Lack
@@ -101,9 +101,8 @@ class NodeCosts:
     """The share of the load that the node gets, 1 being a full share; see `newcomer_share`."""
     tokens_per_step: float = 1.0
     """The tokens that a sequence gets from a step."""
-    worked_ms: float = 0.0
-    """The time that prompts have taken of late at `worked_at`; see `MixedWork`."""
-    worked_at: float = 0.0
+    work: MixedWork = NO_WORK
+    """What the node has reported of the prompts that it computes beside its streams."""
     waiting_ms: float = 0.0
     """The time that the prompts take that it has still to compute."""
     stream_ms: float = 1.0
@@ -114,7 +113,7 @@ class NodeCosts:
 
         Steps with prompts are longer. What matters to a stream is the share of prompts in all the time that it lasts.
         """
-        worked_ms = self.worked_ms * decay((now - self.worked_at) * 1e3, self.stream_ms)
+        worked_ms = self.work.prompt_ms * decay((now - self.work.at) * 1e3, self.stream_ms)
         share = (worked_ms + self.waiting_ms + more_ms) / self.stream_ms
         return self.decode_ms / max(LEAST_LEFT, 1.0 - share)
 
@@ -169,10 +168,9 @@ def node_costs(
         pending_tokens,
         share,
         rates.tokens,
-        work.prompt_ms,
-        work.at,
+        work,
         queued * rates.token_ms,
-        STREAM_TOKENS * max(step_ms, _SHORTEST_STEP_MS),
+        STREAM_TOKENS * max(step_ms, _SHORTEST_STEP_MS) / rates.tokens,
     )
 
 
@@ -322,9 +320,10 @@ def is_quicker(query: PlacementQuery, stay: Way, pair: Way) -> bool:
     return not stay.key(query)[0] and here.pace_ms(more_ms, query.now) < pair.decode.pace_ms(0.0, query.now)
 
 
-def takes_no_stream(candidate: Candidate) -> bool:
-    """Whether a node lacks room for another stream, be its prompt computed there or not."""
-    return candidate.lack in (Lack.SEATS, Lack.KV)
+def may_keep_stream(candidate: Candidate) -> bool:
+    """Whether a stream may stay on this prefill node: half of its seats are for prompts of others."""
+    seats = candidate.node.max_num_seqs
+    return candidate.lack is None and (not seats or 2 * candidate.load < seats)
 
 
 def cheapest(query: PlacementQuery) -> Way | None:
@@ -338,7 +337,7 @@ def cheapest(query: PlacementQuery) -> Way | None:
         return _cheapest_alone(query, prefills or decodes, False)
     pair = _cheapest_pair(query, prefills, decodes)
     if query.may_stay and pair is not None:
-        stay = _cheapest_alone(query, [cost for cost in prefills if cost.candidate.lack is None], False)
+        stay = _cheapest_alone(query, [cost for cost in prefills if may_keep_stream(cost.candidate)], False)
         is_crowded = all(takes_no_stream(cost.candidate) for cost in decodes) or is_close(query, pair)
         if is_crowded and stay is not None and is_quicker(query, stay, pair):
             return replace(stay, reason=STAYS)
@@ -401,8 +400,8 @@ def _has_partner(query: PlacementQuery, prefill: NodeCosts, decodes: Sequence[No
 
 def _cheapest_alone(query: PlacementQuery, nodes: Sequence[NodeCosts], has_pair: bool) -> Way | None:
     if has_pair:
-        most = query.alone_tokens
-        nodes = [cost for cost, left in zip(nodes, _uncached(query, nodes), strict=True) if left <= most]
+        most, able = query.alone_tokens, zip(nodes, _uncached(query, nodes), strict=True)
+        nodes = [cost for cost, left in able if left <= most and cost.candidate.lack is not Lack.TOKENS]
     if not nodes:
         return None
     node = _best(nodes, _alone_keys(query, nodes))

@@ -31,10 +31,18 @@ from router.placement.cost_model import (
     chunk_of,
     is_close,
     is_quicker,
+    may_keep_stream,
     share_grows_at,
+)
+from router.placement.placement import (
+    Candidate,
+    Candidates,
+    Demand,
+    NodeSize,
+    Origin,
+    size_of,
     takes_no_stream,
 )
-from router.placement.placement import Candidate, Candidates, Demand, NodeSize, Origin, size_of
 from router.placement.reasons import CHEAPER_ALONE, CHEAPEST_PAIR, STAYS, Reason
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -87,7 +95,8 @@ class CostTable:
         self._worked_ms, self._worked_at, self._waiting_ms, self._stream_ms = self._terms[6:]
         self._chunk, self._order = np.ones(count, np.int64), np.zeros(count, np.int64)
         self._rank, self._kind, self._size = (np.zeros(count, np.int64) for _ in range(3))
-        self._full, self._left_out, self._no_stream = (np.zeros(count, np.bool_) for _ in range(3))
+        self._full, self._left_out = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+        self._no_stream, self._may_keep = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
         self._version = np.zeros(count, np.int64)
 
     # --- keeping the rows up to date ---
@@ -147,7 +156,7 @@ class CostTable:
     def _note_candidate(self, row: int, candidate: Candidate) -> None:
         self._of_row[row] = candidate
         self._full[row], self._left_out[row] = candidate.lack is not None, candidate.is_left_out
-        self._no_stream[row] = takes_no_stream(candidate)
+        self._no_stream[row], self._may_keep[row] = takes_no_stream(candidate), may_keep_stream(candidate)
         self._order[row] = candidate.last_chosen << _RANK_BITS | int(self._rank[row])
         self._stale.add(row)
 
@@ -174,8 +183,8 @@ class CostTable:
                 costs.streams,
                 costs.decode_ms,
                 costs.kv_token_ms,
-                costs.worked_ms,
-                costs.worked_at,
+                costs.work.prompt_ms,
+                costs.work.at,
                 costs.waiting_ms,
                 costs.stream_ms,
             )
@@ -194,7 +203,11 @@ class CostTable:
         """
         able = self._may_serve(demand.origin)
         if with_room and self._full.any():
-            able = self._unless_all_of_a_role(~self._full if able is None else able & ~self._full, able)
+            full, split = self._full, self._num_prefills
+            if _any(able, slice(0, split)):
+                # Prompts that a decode node has to compute keep no hand-off from it.
+                full = np.concatenate((full[:split], self._no_stream[split:]))
+            able = self._unless_all_of_a_role(~full if able is None else able & ~full, able)
         holds = [size.holds(demand) for size in self._sizes]
         if not all(holds):
             fits = np.array(holds)[self._size]
@@ -256,8 +269,8 @@ class CostTable:
             return self._cheapest_alone(query, prefills if has_prefills else decodes, able, None)
         pair = self._cheapest_pair(query, prefills, decodes, able) if has_prefills and has_decodes else None
         if query.may_stay and pair is not None and self._is_crowded(query, pair, decodes, able):
-            with_room = ~self._full if able is None else able & ~self._full
-            stay = self._cheapest_alone(query, prefills, with_room, STAYS)
+            may_keep = self._may_keep if able is None else able & self._may_keep
+            stay = self._cheapest_alone(query, prefills, may_keep, STAYS)
             if stay is not None and is_quicker(query, stay, pair):
                 return stay
         alone_on = decodes if has_decodes else prefills
@@ -349,6 +362,9 @@ class CostTable:
             else:
                 short = left <= most
                 able_rows = short if able_rows is None else able_rows & short
+            if self._full[rows].any():
+                free = ~self._full[rows] | self._no_stream[rows]
+                able_rows = free if able_rows is None else able_rows & free
         work_ms = self._work_ms(left, rows)
         queue_ms, decode_ms, level = self._queue_ms[rows], self._decode_ms[rows], query.level
         missed = None
@@ -368,7 +384,7 @@ class CostTable:
     def _pace_ms(self, rows: slice, more_ms: Floats | float, now: float) -> Floats:
         """The time per output token on each node with so much more of its time for prompts: `NodeCosts.pace_ms`."""
         stream_ms = self._stream_ms[rows]
-        worked_ms = self._worked_ms[rows] * np.exp((self._worked_at[rows] - now) * 1e3 / stream_ms)
+        worked_ms = self._worked_ms[rows] * np.exp(np.minimum(0.0, self._worked_at[rows] - now) * 1e3 / stream_ms)
         share = (worked_ms + self._waiting_ms[rows] + more_ms) / stream_ms
         pace_ms: Floats = self._decode_ms[rows] / np.maximum(LEAST_LEFT, 1.0 - share)
         return pace_ms

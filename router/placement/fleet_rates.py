@@ -97,7 +97,7 @@ class _Node:
         """Count the time that the prompts of a step have taken."""
         rates, work = self.learner.rates, self.work
         sequences, context = step.decode_sequences, step.decode_context_tokens
-        stream_ms = STREAM_TOKENS * rates.overhead_ms(sequences, context)
+        stream_ms = STREAM_TOKENS * rates.overhead_ms(sequences, context) / rates.tokens
         prompt_ms = work.prompt_ms * decay((now - work.at) * 1e3, stream_ms) + step.prefill_tokens * rates.token_ms
         self.work = MixedWork(sequences, context, prompt_ms, now)
 
@@ -248,7 +248,7 @@ class FleetRates:
 
 def decay(age_ms: float, duration_ms: float) -> float:
     """The share that is left of work after `age_ms`: 1/e after the duration."""
-    return math.exp(-age_ms / duration_ms) if duration_ms > 0.0 else 0.0
+    return math.exp(-max(0.0, age_ms) / duration_ms) if duration_ms > 0.0 else 0.0
 
 
 def _freshness(age_s: float) -> float:

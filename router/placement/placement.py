@@ -249,9 +249,23 @@ def _what_is_needed(demand: Demand) -> str:
     return "serves" if demand.needs == GENERATES else f"can {' and '.join(in_order(demand.needs))} with"
 
 
+def takes_no_stream(candidate: Candidate) -> bool:
+    """Whether a node lacks room for another stream, be its prompt computed there or not."""
+    return candidate.lack is not None and candidate.lack is not Lack.TOKENS
+
+
 def with_room(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """The nodes that are not full, or all of a role if all of it are full; `candidates` itself if none is full."""
-    open_ones = [candidate for candidate in candidates if candidate.lack is None]
+    """The nodes that are not full, or all of a role if all of it are full; `candidates` itself if none is full.
+
+    Prompts that a decode node has to compute keep no hand-off from it.
+    """
+    hands_over = any(candidate.node.role is Role.PREFILL for candidate in candidates)
+    open_ones = [
+        candidate
+        for candidate in candidates
+        if candidate.lack is None
+        or (hands_over and candidate.node.role is Role.DECODE and not takes_no_stream(candidate))
+    ]
     if len(open_ones) == len(candidates):
         return candidates
     open_roles = {candidate.node.role for candidate in open_ones}

@@ -474,9 +474,8 @@ class Placer:
         incarnation = costs.node.incarnation
         rates, ms_per_byte = self._rates.steps(incarnation, now), self._rates.ms_per_byte(incarnation, now)
         is_prefill = costs.node.role is Role.PREFILL
-        work = self._rates.work(incarnation)
         return node_costs(
-            costs.candidate, costs.pending_tokens, rates, ms_per_byte, prefills_only=is_prefill, work=work
+            costs.candidate, costs.pending_tokens, rates, ms_per_byte, prefills_only=is_prefill, work=costs.work
         )
 
     def _explain(self, decision: Decision, now: float) -> Explanation:

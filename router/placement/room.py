@@ -73,12 +73,12 @@ class RoomRules:
             headroom += max(2, headroom) if goes_ahead else 0
             if load.waiting >= headroom or sequences >= node.max_num_seqs + headroom:
                 return Lack.SEATS
-        step = node.max_num_batched_tokens
-        if step and load.uncomputed_tokens >= self.steps_ahead * step:
-            return Lack.TOKENS
         is_told = load.promised_blocks > 0 or load.running == 0
         blocks = load.promised_blocks + unreported_blocks
-        return Lack.KV if self.kv_room and is_told and blocks >= self.kv_room * load.total_blocks > 0 else None
+        if self.kv_room and is_told and blocks >= self.kv_room * load.total_blocks > 0:
+            return Lack.KV
+        step = node.max_num_batched_tokens
+        return Lack.TOKENS if step and load.uncomputed_tokens >= self.steps_ahead * step else None
 
 
 DEFAULT_RULES = RoomRules()

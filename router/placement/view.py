@@ -359,16 +359,17 @@ class ClusterView:
         if after is not None and after.lack is not None and (before is None or before.lack is None):
             self.num_full[after.lack] += 1
 
-    def why_full(self, incarnation: str, *, goes_ahead: bool = False) -> str:
+    def why_full(self, incarnation: str, *, has_prompt: bool = True, goes_ahead: bool = False) -> str:
         """Why a further request would only wait on the node, as the rest of a sentence; empty: it has room.
 
-        `goes_ahead`: the request goes ahead of those that wait there for seats.
+        `has_prompt`: its prompt is to be computed there; `goes_ahead`: it goes ahead of those that wait there for
+        seats.
         """
         node = self._nodes.get(incarnation)
         if node is None or node.description is None:
             return "is gone"
         lack = node.lack(self._rules, goes_ahead=goes_ahead)
-        return "" if lack is None else lack.story
+        return "" if lack is None or (lack is Lack.TOKENS and not has_prompt) else lack.story
 
     def descriptions(self) -> tuple[NodeDescription, ...]:
         """The descriptions of all attached nodes; the same tuple until one comes or goes."""

@@ -84,3 +84,12 @@ async def test_a_request_cancelled_before_or_after_placement_leaves_nothing() ->
         assert not rig.requests.placer.is_idle
         await reader.leaves()
         assert rig.requests.placer.is_idle
+
+
+async def test_prompts_on_a_decode_node_keep_no_hand_off_from_it() -> None:
+    small = reporting_node(decode(max_num_batched_tokens=8))
+    async with router_rig(reporting_node(prefill()), small, placer=placer()) as rig:
+        for name in ("p1", "d1"):
+            await asked_for_everything(rig, name)
+        await rig.tell_all("d1", running=1, uncomputed_tokens=1000)
+        await serve_request(rig, ("p1", "d1"))

@@ -155,6 +155,21 @@ def test_nothing_is_given_back_of_what_was_forgiven() -> None:
     assert ledger.lag("chat") == 1_000.0, "but all of what was not"
 
 
+def test_a_refund_is_of_the_charge_and_nothing_else() -> None:
+    ledger = TenantLedger()
+    for _ in range(2):
+        # Nobody waits. What the first charge cost is forgiven before the second one, of which all comes back.
+        charge = ledger.charge("a", 5000, 0)
+        ledger.begin_waiting("other")
+        ledger.end_waiting("other")
+    ledger.settle(charge, 0, 0)
+    assert ledger.counter("a") == 0.0
+    heavy = ledger.charge("b", 1000, 0)
+    ledger.set_weight("b", 10.0)
+    ledger.settle(heavy, 100, 0)
+    assert ledger.counter("b") == 100.0, "charged at weight 1"
+
+
 def test_a_charge_is_corrected_by_what_a_request_has_cost() -> None:
     ledger = TenantLedger()
     ledger.begin_waiting("a")

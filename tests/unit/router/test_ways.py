@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from baton.messages.node import LoadReport, StepFigures, StepReport
+from baton.messages.node import LoadReport, StageTimings, StepFigures, StepReport
 from router.placement.cost_model import ServiceLevel
 from router.placement.fleet_rates import STREAM_TOKENS, FleetRates
 from router.placement.placement import Origin
@@ -102,6 +102,25 @@ def test_no_stream_stays_that_must_not() -> None:
     busy.report("d1", StepReport((), full))
     busy.report("p1", StepReport((), full))
     assert names(busy.choose(1000)) == ("p1", "d1"), "the prefill node has no room either"
+    halved = fleet_with(math.inf, 50.0)
+    halved.report("d1", StepReport((), full))
+    halved.load("p1", running=32)
+    assert names(halved.choose(1000)) == ("p1", "d1"), "half of its seats are for prompts"
+
+
+def test_a_decision_is_judged_by_the_prompts_of_then() -> None:
+    fleet = fleet_with(500.0, 13.0)
+    fleet.load("p1", running=4, uncomputed=5000)
+    fleet.load("d1", running=4, context=1000)
+    choice = fleet.place(600)
+    assert names(choice) == (None, "d1")
+    fleet.now += 3600.0
+    # So many tokens that the streams there had been too slow with this prompt.
+    fleet.step("d1", tokens=1500, sequences=4)
+    fleet.placer.note_times(choice.request.request_id, StageTimings(), 100.0, fleet.now)
+    (explained,) = fleet.placer.explain(choice.request.request_id, fleet.now)
+    assert explained.best is not None
+    assert (explained.best.prefill_node, explained.best.decode_node) == ("", "d1")
 
 
 def test_work_on_prompts_is_forgotten_as_streams_end() -> None:

@@ -157,12 +157,11 @@ def test_nothing_is_given_back_of_what_was_forgiven() -> None:
 
 def test_a_refund_is_of_the_charge_and_nothing_else() -> None:
     ledger = TenantLedger()
-    for _ in range(2):
-        # Nobody waits. What the first charge cost is forgiven before the second one, of which all comes back.
-        charge = ledger.charge("a", 5000, 0)
-        ledger.begin_waiting("other")
-        ledger.end_waiting("other")
-    ledger.settle(charge, 0, 0)
+    ledger.charge("a", 5000, 0)
+    ledger.begin_waiting("other")
+    ledger.end_waiting("other")
+    # Nobody waits. What the first charge has cost is forgiven before the second one, of which all comes back.
+    ledger.settle(ledger.charge("a", 5000, 0), 0, 0)
     assert ledger.counter("a") == 0.0
     heavy = ledger.charge("b", 1000, 0)
     ledger.set_weight("b", 10.0)

@@ -181,14 +181,17 @@ def compare(config: CompareConfig, report: Report) -> Comparison:
     began_s = clock.monotonic()
     experiment = Experiment(report, clock, began_s + config.budget_s - _STOP_S)
 
+    slo = config.slo
+
     @contextmanager
     def start(arrangement: Arrangement, size: int) -> Iterator[RunningArrangement]:
-        flags = ("--max-num-batched-tokens", str(size), *config.up_flags)
+        flags = ("--max-num-batched-tokens", str(size), *_target_flags(arrangement, slo), *config.up_flags)
         with pinned_cluster(arrangement, config.model, config.dtype, *flags) as cluster:
             target = probe(Target("baton", cluster.grpc_address, connections=2)).target
             yield RunningArrangement(target, cluster.cores, partial(run_watched, cluster))
 
     tuned = tune_all(config, replace(experiment, deadline_s=began_s + config.budget_s * _TUNING_SHARE), start)
+    slo = config.slo or next((result.slo for result in tuned if result.slo), None)
     with ExitStack() as stack:
         measured, running = [], []
         for arrangement in config.arrangements:
@@ -201,12 +204,18 @@ def compare(config: CompareConfig, report: Report) -> Comparison:
             )
         runs = InterleavedRuns(config, measured, running, experiment)
         undisturbed = runs.calibrate()
-        slo = config.slo or next(
-            (result.slo for result in tuned if result.slo), default_slo(undisturbed, config.ttft_factor)
-        )
+        slo = slo or default_slo(undisturbed, config.ttft_factor)
         report(f"SLO {', '.join(f'{name} {limit}' for name, limit in slo.texts().items())}")
         failure = runs.search_all(slo, undisturbed)
     return Comparison(slo, undisturbed, measured, failure, tuned)
+
+
+def _target_flags(arrangement: Arrangement, slo: Slo | None) -> list[str]:
+    """The targets of the router of a conditional arrangement, which chooses ways by them; none are known at first."""
+    if slo is None or not arrangement.is_conditional:
+        return []
+    targets = {"--default-ttft-ms": slo.ttft_ms, "--default-tpot-ms": slo.tpot_ms}
+    return [word for flag, limit in targets.items() if limit is not None for word in (flag, str(limit))]
 
 
 def tune_all(config: CompareConfig, experiment: Experiment, start: StartArrangement) -> list[Tuned]:

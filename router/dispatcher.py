@@ -20,6 +20,7 @@ from baton.messages.generation import Accepted, Finished, GenerateEvent, Generat
 from baton.messages.ids import SCOPED_ID_PATTERN, new_request_id, unscoped
 from baton.messages.request_limits import MAX_POOLED_TOKENS
 from baton.messages.sampling import CONSTRAINT_KINDS, Constraint
+from baton.security.matrix import Caller
 from baton.text.detokenizer import TextCodec
 from router.admission.bounded_work import BoundedWork
 from router.admission.limits import NUM_TEXT_THREADS, DispatchLimits
@@ -127,18 +128,20 @@ class Dispatcher:
         repeat: GenerateRequest | None = None,
         on_finished: OnFinished | None = None,
         quota: RequestQuota | None = None,
+        caller: Caller | None = None,
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Yields Accepted, the events after these positions (`Chunk.next_position`, one for each sequence), Finished.
 
         For a client that lost its stream, here or at another router; a stream that is still open ends with Cancelled.
         `call`: the number of the client's call for this request; 0: the client does not say. `repeat`: the request
-        itself, if the client sent it again, for its prompt. Raises ContinuedElsewhere if a later call is served;
+        itself, if the client sent it again, for its prompt. `caller`: whose class and weight a request has that
+        another router began; None: there are no tenants. Raises ContinuedElsewhere if a later call is served;
         RequestNotFound, at once or later, if no process has the request or its prompt any more: then the same request
         with the same seed gives the same tokens.
         """
         return self._stream(
             lambda started: self._resume(
-                request_id, next_token_index, ClientCall(started, timeout_s, takeover=call), repeat, quota
+                request_id, next_token_index, ClientCall(started, timeout_s, takeover=call), repeat, quota, caller
             ),
             take,
             repeat.constraint_field if repeat is not None else "",
@@ -162,6 +165,9 @@ class Dispatcher:
                 quota.end(0)
             raise
         queue, request = active.queue, active.request
+        before, active.quota = active.quota, quota
+        if before is not None and quota is not None:
+            quota.take_over(before)
         queue.pass_chunks_to(take)
         try:
             self.requests.start(active)
@@ -197,7 +203,7 @@ class Dispatcher:
                 raise self._shutting_down()
             # Checked before any work is done for the request.
             raw = with_allowed_priority(raw, self._limits.min_priority)
-            least = self._limits.min_priority if raw.min_priority is None else raw.min_priority
+            least = self._least_priority(raw.min_priority)
             service_class = ServiceClass.of(raw.priority, least if raw.tenant else None, raw.service_class)
             embeds = raw.pooling is not None
             self.requests.check_room(raw.priority, raw.tenant, service_class, raw.weight, embeds=embeds)
@@ -215,6 +221,7 @@ class Dispatcher:
         call: ClientCall,
         repeat: GenerateRequest | None,
         quota: RequestQuota | None,
+        caller: Caller | None,
     ) -> ActiveRequest:
         if quota is not None:
             await quota.resume()
@@ -236,11 +243,19 @@ class Dispatcher:
             if quota is not None:
                 quota.num_paid = record.request.num_prompt_tokens + sum(positions)
             call = _taking_over(call, record.takeover)
+            if caller is not None:
+                least = self._least_priority(caller.min_priority)
+                service_class = ServiceClass.of(record.request.priority, least, caller.service_class)
+                call = replace(call, service_class=service_class, weight=caller.weight)
             self.requests.counters.resumed += 1
             return self._reopen(record, positions, replace(call, traceparent=record.traceparent))
         call = _taking_over(call, active.flight.takeover)
         self.requests.counters.resumed += 1
         return self._take_over_stream(active, positions, call)
+
+    def _least_priority(self, of_key: int | None) -> int:
+        """The smallest priority that is allowed with a key; None: the key has none of its own."""
+        return self._limits.min_priority if of_key is None else of_key
 
     async def _with_prompt(self, request: ValidRequest, repeat: GenerateRequest) -> ValidRequest:
         """The request with the prompt of its repetition; raises InvalidRequest if that is another request."""
@@ -275,6 +290,7 @@ class Dispatcher:
         if placement is None:
             active.start_flight = partial(active.flight.start, record.attempt, origin)
         else:
+            active.num_adopted_tokens = sum(positions)
             active.start_flight = partial(self.requests.adopt, active, record, placement, origin)
         return active
 

@@ -100,7 +100,7 @@ class GenerationHandler:
         return self._tenants.counted(
             caller,
             lambda on_finished, quota: self._dispatcher.resume(
-                name, next_token_index, timeout_s, take, call, owned, on_finished, quota
+                name, next_token_index, timeout_s, take, call, owned, on_finished, quota, caller
             ),
         )
 

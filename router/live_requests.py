@@ -393,7 +393,6 @@ class LiveRequests:
                 self.counters.adoption_looks += 1
                 self._guarded(active, partial(active.flight.end_adoption, incarnation))
             if not active.flight.is_adopting:
-                active.num_adopted_tokens = active.flight.num_output_tokens
                 self._adoptions.remove(active)
 
     def attempts_on(self, incarnation: str) -> Sequence[AttemptKey]:

@@ -286,7 +286,8 @@ class _PublicPorts:
             self.grpc = streaming_server(services, barrier, config.tls, limit, budget)
         else:
             self.grpc = RpcServer(services, barrier, core.tls)
-        self._tenants = Tenants(core.requests.tenants.labels, QuotaDesk(quotas, core.clock, core.incarnation))
+        desk = QuotaDesk(quotas, core.clock, core.incarnation)
+        self._tenants = Tenants(labels=core.requests.tenants.labels, desk=desk)
         self._responses = ResponseStore(StoreBounds(**settings_for(StoreBounds, config)), core.clock)
         codec, template = core.model.codec, core.model.template
         handler = GenerationHandler(core.dispatcher, codec, core.cards, self._tenants)

@@ -117,9 +117,12 @@ class QuotaBook:
         self._leases: dict[str, dict[str, float]] = {}
         """By room, for each lease until when it holds."""
         self._num_takes = 0
+        self._now = float("-inf")
+        """The time of the last call."""
 
     def take(self, use: QuotaUse, now: float, lease_s: float = LEASE_S) -> Taken:
         """Take it, or nothing."""
+        self._set_clock(now)
         self._num_takes += 1
         if self._num_takes % _TIDY_EVERY == 0:
             self._tidy(now)
@@ -146,11 +149,18 @@ class QuotaBook:
 
     def give_back(self, use: QuotaUse, changes_s: Sequence[float], now: float) -> None:
         """Give back what was taken; see `QuotaStore.give_back`."""
+        self._set_clock(now)
         for rate, change_s in zip(use.rates, changes_s, strict=True):
             if change_s:
                 self._full_at[rate.name] = max(now, max(now, self._full_at.get(rate.name, now)) + change_s)
         for room in use.rooms:
             self._leases.get(room.name, {}).pop(use.lease, None)
+
+    def _set_clock(self, now: float) -> None:
+        """Where the clock was set back, let buckets be full no later than they would have been."""
+        if now < self._now:
+            self._full_at = {name: at - (self._now - now) for name, at in self._full_at.items()}
+        self._now = now
 
     def _num_in(self, room: str, now: float) -> int:
         held = {lease: until for lease, until in self._leases.get(room, {}).items() if until > now}

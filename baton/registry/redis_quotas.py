@@ -1,6 +1,7 @@
 """What is used of quotas, in Redis, so that they hold over all routers of a cluster; the rules are those of `quotas`.
 
-    baton:CLUSTER:quota:NAME    of a rate: when its bucket will be full, in ms on Redis's clock; expires then
+    baton:CLUSTER:quota:NAME    of a rate: when its bucket will be full, and when that was written, in ms on Redis's
+                                clock; expires when it is full
     baton:CLUSTER:running:NAME  of a room: a sorted set of leases, by when they expire
 
 A request that has quotas costs one call of a script, in which Redis reads its own clock, so that the clocks of routers
@@ -56,7 +57,17 @@ local function lease(key, name, lease_ms)
   redis.call('PEXPIRE', key, lease_ms)
 end
 local function fills(key, at)
-  redis.call('SET', key, string.format('%.3f', at), 'PX', math.ceil(at - now) + 1)
+  redis.call('SET', key, string.format('%.3f %.3f', at, now), 'PX', math.ceil(at - now) + 1)
+end
+local function full_at(key)
+  local at, written = string.match(redis.call('GET', key) or '', '(%S+) (%S+)')
+  at, written = tonumber(at or 0), tonumber(written or 0)
+  if written > now then
+    -- The clock was set back, and what was to come would come later by that. From now on it counts from here.
+    at = at - (written - now)
+    fills(key, at)
+  end
+  return math.max(now, at)
 end
 """
 _TAKE = (
@@ -67,7 +78,7 @@ local name, lease_ms, full_ms, num = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4
 local short, wait, levels = 0, 0, {}
 for i = 1, num do
   local period, cost = tonumber(ARGV[4 + 2 * i]), tonumber(ARGV[5 + 2 * i])
-  local at = math.max(now, tonumber(redis.call('GET', KEYS[i]) or 0))
+  local at = full_at(KEYS[i])
   levels[i] = at - now
   local late = at + cost - now - period
   if cost > 0 and late > math.max(wait, 0.01) then
@@ -109,7 +120,7 @@ local num = tonumber(ARGV[3])
 for i = 1, num do
   local change = tonumber(ARGV[3 + i])
   if change ~= 0 then
-    local at = math.max(now, tonumber(redis.call('GET', KEYS[i]) or 0)) + change
+    local at = full_at(KEYS[i]) + change
     if at > now then
       fills(KEYS[i], at)
     else
@@ -184,9 +195,10 @@ class RedisQuotas:
         self._call(_Call(_TAKE, self._keys(use), words, use, answer))
         self._num_waiting += 1
         try:
-            short, wait_ms, *levels_ms = await asyncio.shield(answer)
+            short, wait_ms, *levels_ms = await answer
         except asyncio.CancelledError:
-            # The script may run all the same. What it takes of rates stays used: nothing was given back for it.
+            # If it was sent, the script may run all the same. What it takes of rates stays used: nothing was given back
+            # for it.
             self._give_lease_back(use)
             raise
         finally:
@@ -241,11 +253,7 @@ class RedisQuotas:
                 async with asyncio.timeout(max(0.0, self._renew_at - loop.time()) if self._held else None):
                     await self._filled.wait()
             self._filled.clear()
-            if loop.time() >= self._renew_at:
-                self._renew_at = loop.time() + RENEW_EVERY_S
-                self._pending += self._renewals()
-            while self._pending:
-                batch, self._pending = self._pending[:_BATCH], self._pending[_BATCH:]
+            while batch := self._next_batch():
                 try:
                     await self._send(batch)
                     failures = 0
@@ -258,6 +266,16 @@ class RedisQuotas:
                     if self._closing:
                         return
                     await asyncio.sleep(retry_delay(failures, LAST_RETRY_S))
+
+    def _next_batch(self) -> list[_Call]:
+        """The calls to be made now: renewals that are due, and others, unless who waits for them was cancelled."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._renew_at:
+            self._renew_at = now + RENEW_EVERY_S
+            self._pending = [*self._renewals(), *self._pending]
+        pending = [call for call in self._pending if call.answer is None or not call.answer.cancelled()]
+        batch, self._pending = pending[:_BATCH], pending[_BATCH:]
+        return batch
 
     def _renewals(self) -> list[_Call]:
         leases: dict[str, list[str]] = {}

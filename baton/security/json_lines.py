@@ -10,8 +10,12 @@ Path = tuple[str | int, ...]
 
 
 def lines_of_values(text: str) -> Mapping[Path, int]:
-    """The line, counted from 1, of each value by its path of keys and indexes. `text`: valid JSON."""
+    """The line, counted from 1, of each value by its path of keys and indexes. `text`: valid JSON.
+
+    Raises RecursionError for values that are nested as deep as Python calls may be.
+    """
     lines: dict[Path, int] = {}
+    counted, line = 0, 1  # the line of this position; values are walked in their order
     decoder = json.JSONDecoder()
 
     def skip(at: int, more: str = "") -> int:
@@ -21,7 +25,9 @@ def lines_of_values(text: str) -> Mapping[Path, int]:
 
     def walk(at: int, path: Path) -> int:
         """Note the value that begins here, and return where it has ended."""
-        lines[path] = text.count("\n", 0, at) + 1
+        nonlocal counted, line
+        line += text.count("\n", counted, at)
+        counted, lines[path] = at, line
         if text[at] not in "{[":
             return decoder.raw_decode(text, at)[1]
         is_object, index = text[at] == "{", 0

@@ -149,6 +149,14 @@ def read_key_file(path: Path) -> KeyFile:
     except ValueError as error:
         raise ConfigError(f"{path} is not a file of API keys: {error}") from None
     try:
+        return _parsed(path, text)
+    except RecursionError:
+        raise ConfigError(f"{path} is not a file of API keys: its values are nested too deep") from None
+
+
+def _parsed(path: Path, text: str) -> KeyFile:
+    """Raises ConfigError, and RecursionError for a text that is nested too deep."""
+    try:
         content = json.loads(text)
     except ValueError as error:
         line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""

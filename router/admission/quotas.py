@@ -11,6 +11,7 @@ import contextlib
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from baton.clock import Clock, SystemClock
 from baton.errors import QuotaExceeded, QuotaTooSmall, QuotaUnknown, Unreachable
@@ -65,13 +66,23 @@ class QuotaDesk:
             return None
         return RequestQuota(self, caller, f"{self._owner}/{next(self._numbers)}", on_refused)
 
-    def saw(self, caller: Caller, use: QuotaUse, levels_s: Sequence[float]) -> None:
+    def saw(self, caller: Caller, rates: Sequence[RateUse], levels_s: Sequence[float]) -> None:
         """Remember how much of its rates a caller has left."""
         name = (caller.tenant, caller.key_id)
-        self._seen[name] = _Seen(use.rates, levels_s, self.clock.monotonic())
+        self._seen[name] = _Seen(rates, levels_s, self.clock.monotonic())
         self._seen.move_to_end(name)
         if len(self._seen) > _MAX_REMEMBERED:
             self._seen.popitem(last=False)
+
+    def gave_back(self, caller: Caller, rates: Sequence[RateUse], changes_s: Sequence[float]) -> None:
+        """Remember that a caller has given this back of its rates."""
+        seen = self._seen.get((caller.tenant, caller.key_id))
+        if seen is not None:
+            passed_s = self.clock.monotonic() - seen.at
+            changes = {rate.name: change_s for rate, change_s in zip(rates, changes_s, strict=True)}
+            pairs = zip(seen.rates, seen.levels_s, strict=True)
+            levels_s = [max(0.0, max(0.0, level_s - passed_s) + changes.get(rate.name, 0.0)) for rate, level_s in pairs]
+            self.saw(caller, seen.rates, levels_s)
 
     def rate_limits(self, caller: Caller) -> Sequence[RateLimit]:
         """Of requests and of tokens the limit of which the caller has least left; none before its first request."""
@@ -126,6 +137,12 @@ class RequestQuota:
         with contextlib.suppress(QuotaUnknown):
             await self._take(list(_rates(self._caller, 0, 0, is_request=False)), rooms)
 
+    def take_over(self, before: RequestQuota) -> None:
+        """Give back at the end what an earlier stream of the same request has taken at this router for its tokens."""
+        if before._is_held:
+            self._use = replace(self._use, rates=before._use.rates)
+            self._taken_at, self.num_paid = before._taken_at, before.num_paid
+
     def end(self, num_used: int | None) -> None:
         """The request has used so many tokens; None: it goes on elsewhere, for what was taken here. Idempotent."""
         if not self._is_held:
@@ -139,6 +156,7 @@ class RequestQuota:
             for rate in self._use.rates
         ]
         self._desk.store.give_back(self._use, changes_s)
+        self._desk.gave_back(self._caller, self._use.rates, changes_s)
 
     async def _take(self, rates: Sequence[RateUse], rooms: Sequence[RoomUse]) -> None:
         use = self._use = QuotaUse(self._use.lease, rates, rooms)
@@ -149,7 +167,7 @@ class RequestQuota:
             # The message is for clients, which need not know where it is.
             self._on_refused("unreachable")
             raise QuotaUnknown("the registry does not say what is used of the quotas of this API key") from None
-        self._desk.saw(self._caller, use, taken.levels_s)
+        self._desk.saw(self._caller, rates, taken.levels_s)
         if taken.short_of is None:
             self._is_held = True
             return

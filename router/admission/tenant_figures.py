@@ -125,13 +125,17 @@ class TenantFigures:
         self._record(tenant).refused += 1
 
     def rows(self, running: Mapping[str, int], waiting: Mapping[str, int], now: float, limit: int = 0) -> TenantRows:
-        """At most `limit` tenants, 0: all. The mappings: live requests, by tenant."""
+        """At most `limit` tenants, 0: all; first those whose requests wait, last those without any in the last minute.
+
+        The mappings: live requests, by tenant.
+        """
         for tenant in (*running, *waiting):
             self._record(tenant)
         recent = {tenant: record.last_minute(now) for tenant, record in self._records.items()}
 
-        def place(tenant: str) -> tuple[float, int, int, str]:
-            return (-recent[tenant].served, -waiting.get(tenant, 0), -running.get(tenant, 0), tenant)
+        def place(tenant: str) -> tuple[bool, float, int, int, int, str]:
+            num_waiting, sums = waiting.get(tenant, 0), recent[tenant]
+            return not num_waiting, -sums.served, -num_waiting, -running.get(tenant, 0), -sums.placed, tenant
 
         rows = []
         for tenant in sorted(self._records, key=place)[: limit or None]:

@@ -17,7 +17,7 @@ from router.admission.tenant_figures import TenantLabels
 class Tenants:
     """The tenants of one router. Operators choose their names, which are no secret; keys are not known here."""
 
-    def __init__(self, labels: TenantLabels | None = None, desk: QuotaDesk | None = None) -> None:
+    def __init__(self, *, labels: TenantLabels | None = None, desk: QuotaDesk | None = None) -> None:
         """`labels`: those of all metrics by tenant."""
         self._desk = desk or QuotaDesk()
         self._running: Counter[str] = Counter()

@@ -14,6 +14,7 @@ from baton.values import value
 from router.admission.admission import LatencyTargets, Ticket
 from router.admission.ledger import Charge
 from router.admission.logprob_budget import LogprobReservation
+from router.admission.quotas import RequestQuota
 from router.admission.request import ValidRequest
 from router.admission.service_class import ServiceClass
 from router.admission.turns import Turn
@@ -76,6 +77,7 @@ class ActiveRequest:
         "placed_last_at",
         "prompt_logprobs",
         "queue",
+        "quota",
         "request",
         "reservation",
         "service_class",
@@ -173,7 +175,9 @@ class ActiveRequest:
         self.is_adopted = False
         """Whether its first attempt here was begun by another router."""
         self.num_adopted_tokens = 0
-        """So many tokens, of all sequences together, had been generated when this router adopted it."""
+        """So many tokens, of all sequences together, its client had when this router adopted it."""
+        self.quota: RequestQuota | None = None
+        """What the client's stream has taken of quotas; None: it has none."""
 
     @property
     def tenant(self) -> str:
@@ -186,15 +190,23 @@ class ActiveRequest:
         Without what was computed for another router.
         """
         num_new = max(0, self.flight.num_output_tokens - self.num_adopted_tokens)
-        num_output = num_new * self.num_computed // self.request.sampling_params.n
+        num_output = self._with_beams(num_new)
         if self.is_adopted:
             return 0, num_output
         cached = 0 if self.finish is None else self.finish[0].timings.cached_tokens
         return max(0, self.request.num_prompt_tokens - cached), num_output
 
     def tokens_used(self) -> int:
-        """Tokens that count in quotas: the whole prompt, once nodes were found for it, and what was generated."""
-        return 0 if self.placed_at is None else self.request.num_prompt_tokens + self.tokens_computed()[1]
+        """Tokens that count in quotas: the whole prompt, once nodes were found for it, and what was generated.
+
+        With what was computed for another router, which the quota of a stream that goes on here counts as paid.
+        """
+        num_output = self._with_beams(self.flight.num_output_tokens)
+        return 0 if self.placed_at is None else self.request.num_prompt_tokens + num_output
+
+    def _with_beams(self, num_tokens: int) -> int:
+        """How many tokens nodes compute for so many of the client."""
+        return num_tokens * self.num_computed // self.request.sampling_params.n
 
     @property
     def num_computed(self) -> int:

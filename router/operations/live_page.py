@@ -144,7 +144,7 @@ def _tenants(tenants: TenantRows) -> list[dict[str, Any]]:
             else None,
         }
         for row in tenants.tenants
-        if row.tenant and (row.running or row.waiting or row.placed_last_minute)
+        if row.tenant and (row.running or row.waiting or row.placed_last_minute or row.served_last_minute)
     ]
 
 

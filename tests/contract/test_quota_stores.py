@@ -183,6 +183,47 @@ async def test_leases_of_a_router_that_died_expire_and_those_of_others_are_renew
     assert (await alive.take(use("d", rooms=room))).short_of == 0
 
 
+async def test_leases_are_renewed_while_calls_come_all_the_time(store: Store) -> None:
+    router, other = store.router(), store.router()
+    room, is_over = [RoomUse("tenant:acme", 1)], asyncio.Event()
+
+    async def ask(lease: str) -> None:
+        while not is_over.is_set():
+            await router.take(use(lease))
+            await asyncio.sleep(0)  # the store in memory never waits
+
+    await router.take(use("a", rooms=room))
+    store.clock.advance(LEASE_S - 0.1)
+    # More than one round trip takes, so that there is always a call to be made.
+    callers = [asyncio.create_task(ask(f"c{number}")) for number in range(300)]
+    await router.take(use("first"))
+    await store.renew(router)
+    store.clock.advance(0.2)
+    assert (await other.take(use("b", rooms=room))).short_of == 0
+    is_over.set()
+    await asyncio.gather(*callers)
+
+
+async def test_a_call_that_was_never_made_for_a_cancelled_request_takes_nothing(store: Store) -> None:
+    router = store.router()
+    if isinstance(router, RedisQuotas):
+        request = asyncio.create_task(router.take(use("a", 1000)))
+        await asyncio.sleep(0)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        assert (await router.take(use("b", 1000))).short_of is None
+
+
+async def test_nobody_waits_for_longer_if_the_clock_is_set_back(store: Store) -> None:
+    router = store.router()
+    await router.take(use("a", 1000))
+    store.clock.set_back(3600)
+    assert shown(await router.take(use("b", 500))) == ([60.0], 0, 30.0)
+    store.clock.advance(30)
+    assert shown(await router.take(use("b", 500))) == ([60.0], None, 0.0)
+
+
 async def test_a_router_that_closes_gives_its_leases_back(store: Store) -> None:
     one, two = store.router(), store.router()
     room = [RoomUse("tenant:acme", 1)]

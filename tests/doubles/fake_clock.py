@@ -20,3 +20,7 @@ class FakeClock:
         if seconds < 0:
             raise ValueError(f"the time can't be moved back, by {seconds} s")
         self._now += seconds
+
+    def set_back(self, seconds: float) -> None:
+        """Show an earlier time, as a server's clock may that was set."""
+        self._now -= seconds

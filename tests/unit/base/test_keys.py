@@ -7,11 +7,13 @@ import os
 import stat
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from baton.errors import ConfigError, Unauthenticated
 from baton.security.http_access import key_from_authorization
+from baton.security.json_lines import lines_of_values
 from baton.security.keys import (
     MAX_KEY_CHARS,
     KeyFile,
@@ -174,6 +176,28 @@ def test_an_invalid_file_is_refused_with_its_name(file: Path, change: dict[str, 
     file.write_text(json.dumps(content, indent=2))
     with pytest.raises(ConfigError, match=said):
         KeyRing(file)
+
+
+def test_a_file_with_values_that_are_nested_too_deep_is_refused_as_others_are(file: Path) -> None:
+    file.write_text('{"version": 1, "keys": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(ConfigError, match="nested too deep"):
+        KeyRing(file)
+
+
+class CountedText(str):
+    """A text that notes how many of its characters were looked at for line ends."""
+
+    num_counted = 0
+
+    def count(self, sub: str, start: Any = 0, end: Any = None, /) -> int:
+        self.num_counted += end - start
+        return super().count(sub, start, end)
+
+
+def test_the_lines_of_a_large_file_are_counted_once() -> None:
+    text = CountedText(json.dumps([{"a": number} for number in range(100)], indent=1))
+    assert lines_of_values(text)[99, "a"] == 300
+    assert text.num_counted <= len(text)
 
 
 def test_a_missing_file_is_an_error(file: Path) -> None:

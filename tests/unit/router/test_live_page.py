@@ -84,10 +84,11 @@ def test_tenants_have_their_shares_of_the_last_minute_and_what_their_requests_wa
     row = TenantRow("a", "normal", 1.0, 1, 0, 90.0, 60.0, 2, 3.0, 5.0, 0, 1)
     idle = replace(row, tenant="idle", running=0, placed_last_minute=0, served_last_minute=0.0)
     waits = replace(row, tenant="b", waiting=1, placed_last_minute=0, served_last_minute=20.0)
-    found = picture_of(tenants=TenantRows([row, waits, idle, replace(row, tenant="")], 240.0))["tenants"]
+    ended = replace(idle, tenant="ended", served_last_minute=12.0)
+    found = picture_of(tenants=TenantRows([row, waits, ended, idle, replace(row, tenant="")], 240.0))["tenants"]
     assert isinstance(found, list)
     shown = [(each["name"], each["share"], each["wait_ms"]) for each in found]
-    assert shown == [("a", 0.25, 1500.0), ("b", round(20 / 240, 4), None)]
+    assert shown == [("a", 0.25, 1500.0), ("b", round(20 / 240, 4), None), ("ended", 0.05, None)]
 
 
 def test_events_and_requests_are_bounded_and_the_latest_comes_first() -> None:

@@ -12,17 +12,20 @@ import pytest
 
 from baton.errors import Cancelled, DuplicateRequest, QuotaExceeded, QuotaTooSmall, QuotaUnknown
 from baton.messages.generation import GenerateEvent, GenerateRequest, ModelCard
+from baton.messages.ids import AttemptKey
 from baton.messages.node import Outcome, Submit
+from baton.messages.sampling import SamplingParams
 from baton.registry.quotas import LEASE_S
 from baton.security.matrix import Caller, CallerRole, current_caller
 from baton.security.quotas import Quotas
 from router.admission.quotas import QuotaDesk, RateLimit
+from router.admission.request import ValidRequest
 from router.admission.tenants import Tenants
 from router.front import GenerationHandler
 from tests.doubles.fake_clock import FakeClock
 from tests.doubles.fake_quotas import FakeQuotas, FakeQuotaServer
 from tests.doubles.fake_tokenizer import FakeTokenizer
-from tests.support.router_parts import MODEL, decode
+from tests.support.router_parts import MODEL, decode, prefill
 from tests.support.router_rig import Reader, RouterRig, router_rig
 
 CARD = ModelCard(MODEL, 64, 300)
@@ -138,7 +141,8 @@ async def test_what_was_not_generated_comes_back() -> None:
     caller = of_tenant(tokens_per_minute=100)
     async with two_routers() as routers:
         await routers.one.served(caller, "ab", max_tokens=50)
-        assert routers.one.limits(caller) == [RateLimit("tokens", 100, 45, 33.0)]
+        (limit,) = routers.one.limits(caller)
+        assert replace(limit, reset_s=round(limit.reset_s, 6)) == RateLimit("tokens", 100, 93, 4.2)
         events = routers.one.ask(caller, max_tokens=50, request_id="left")
         await anext(events)
         attempt = await routers.one.rig.next_attempt("d1")
@@ -163,8 +167,9 @@ async def test_a_request_that_was_never_served_costs_no_tokens() -> None:
 async def test_a_request_that_may_be_larger_than_a_limit_takes_all_of_it() -> None:
     caller = of_tenant(tokens_per_minute=20)
     async with two_routers() as routers:
-        await routers.one.served(caller, "ab", max_tokens=50)
-        assert routers.one.limits(caller)[0].remaining == 0
+        async with aclosing(routers.one.ask(caller, max_tokens=50)) as events:
+            await anext(events)
+            assert routers.one.limits(caller)[0].remaining == 0
         error = await routers.two.refused(caller, prompt="x" * 21)
         assert "21 tokens in its prompt alone: shorten it" in str(error)
         assert isinstance(error, QuotaTooSmall)
@@ -220,7 +225,7 @@ async def test_a_stream_that_goes_on_is_paid_for_once() -> None:
     caller = replace(of_tenant(tokens_per_minute=100), key_quotas=Quotas(max_concurrent=1))
     async with two_routers() as routers:
         front, rig = routers.one, routers.one.rig
-        begun = Reader(front.ask(caller, request_id="r", max_tokens=4))
+        begun = Reader(front.ask(caller, request_id="r", max_tokens=40))
         attempt = await rig.next_attempt("d1")
         rig.report("d1", attempt, 0, "ab")
         await begun.wait_for_tokens(2)
@@ -239,3 +244,25 @@ async def test_a_stream_that_goes_on_is_paid_for_once() -> None:
         await rig.end(again, "d1", await rig.next_adopt("d1"), 0, "abcd")
         await front.served(caller, max_tokens=1, text="a")
         assert front.limits(caller)[0].remaining == 100 - 9 - 9 - 6
+
+
+@pytest.mark.parametrize("names", [("p1", "d1"), ("d1",)])
+async def test_a_stream_of_another_router_goes_on_with_its_class_and_weight_and_pays_for_the_rest(
+    names: tuple[str, ...],
+) -> None:
+    caller = replace(of_tenant(tokens_per_minute=100), weight=5.0, service_class="batch")
+    request = ValidRequest((5, 6, 7), SamplingParams(seed=5, max_tokens=20), request_id="acme/r", model=MODEL)
+    attempt = AttemptKey("acme/r", 2, 99)
+    async with router_rig(*[prefill(), decode()][-len(names) :]) as rig:
+        server = FakeQuotaServer(FakeClock(1000.0))
+        front = Front(rig, server, "router-1.a")
+        rig.left_behind(request, attempt, prefill() if "p1" in names else None, decode())
+        reader = Reader(front.by(caller).run(front.handler.resume, "r", [4], None))
+        assert await rig.next_adopts(*names) == attempt
+        rig.report("d1", attempt, 0, "abcd")
+        if "p1" in names:
+            rig.report("p1", attempt, outcome=Outcome.UNKNOWN)
+        await rig.end(reader, "d1", attempt, 4, "efghij")
+        assert front.limits(caller)[0].remaining == 100 - 6
+        (row,) = rig.requests.tenant_rows(0).tenants
+        assert (row.service_class, row.weight) == ("batch", 5.0)

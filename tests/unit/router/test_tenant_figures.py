@@ -79,6 +79,8 @@ def test_metrics_of_tenants_have_as_few_labels_as_others() -> None:
     assert "" not in counts, "where nobody has a key there are no tenants"
     rows = tenants.rows({"t7": 1}, {"t8": 1}, 0.0, limit=2)
     assert ([row.tenant for row in rows.tenants], rows.served_last_minute) == (["t8", "t7"], 2 * MAX_LABELS)
+    (row,) = tenants.rows({}, {"starved": 1}, 0.0, limit=1).tenants
+    assert row.tenant == "starved"
 
 
 def test_shares_are_those_of_all_routers() -> None:
@@ -129,13 +131,16 @@ async def test_explain_has_the_counters_before_the_request_was_charged() -> None
         assert counters == [(0.0, 0.0), (7.0, 0.0)]
 
 
-async def test_the_rest_of_an_adopted_request_is_charged_and_not_what_another_router_computed() -> None:
-    async with router_rig(prefill(), decode()) as rig:
-        record_lost_router(rig, prefill(), decode())
+@pytest.mark.parametrize("names", [("p1", "d1"), ("d1",)])
+async def test_the_rest_of_an_adopted_request_is_charged_and_not_what_its_client_had(names: tuple[str, ...]) -> None:
+    nodes = [prefill(), decode()][-len(names) :]
+    async with router_rig(*nodes) as rig:
+        record_lost_router(rig, prefill() if "p1" in names else None, decode())
         reader = rig.resume("r", 2)
-        assert await rig.next_adopts("p1", "d1") == THEIRS
+        assert await rig.next_adopts(*names) == THEIRS
         rig.report("d1", THEIRS, 0, "abc")
-        rig.report("p1", THEIRS, outcome=Outcome.UNKNOWN)
+        if "p1" in names:
+            rig.report("p1", THEIRS, outcome=Outcome.UNKNOWN)
         await rig.end(reader, "d1", THEIRS, 3, "def")
-        # Three more tokens, each of which counts as two.
-        assert row_of(rig.requests, "").served_tokens == 6
+        # Four more tokens, each of which counts as two.
+        assert row_of(rig.requests, "").served_tokens == 8

@@ -371,8 +371,10 @@ class WaitingRoom:
         return not self._view.why_full(incarnation, has_prompt=False, goes_ahead=goes_ahead)
 
     def _goes_ahead(self, ticket: Ticket[ActiveRequest]) -> bool:
-        """Whether a request goes ahead of those that wait for seats on nodes."""
-        return self._line(ticket.item).queue.turns(ticket.service_class).goes_ahead(ticket.tenant)
+        """Whether a request goes ahead of those that wait for seats on nodes. One of a batch never does."""
+        queue, own = self._line(ticket.item).queue, ticket.service_class
+        others = [(queue.turns(each), each - own) for each in ServiceClass if each is not own]
+        return own is not ServiceClass.BATCH and queue.turns(own).goes_ahead(ticket.tenant, others)
 
     def _check_in_time(self, ticket: Ticket[ActiveRequest], choice: Choice) -> None:
         """Raises WouldBeLate if the chosen nodes are predicted to miss the request's latency targets."""

@@ -97,7 +97,7 @@ class Scheduler:
         self._admission = Admission(self._state, self._waiting, self._sequences)
         self._arrivals = Arrivals(self._state, self._waiting, self._sequences, self._admission.prefix_cache)
         self._preemption = Preemption(self._state, self._waiting)
-        self._speculation = Speculation(config.speculation, self._state, self._preemption)
+        self._speculation = Speculation(config.speculation, self._state, self._waiting, self._preemption)
         self._commit = Commit(self._state, self._sequences, self._speculation, self._preemption)
         self._step = 0
         self._in_flight: dict[int, StepPlan] = {}
@@ -366,7 +366,10 @@ class Scheduler:
 
         While the step before it is in flight, it may be called only if `may_run_ahead`.
         """
-        plan = StepPlan(self._step, self.config.step_tokens, self.config.long_prefill_token_threshold)
+        config = self.config
+        plan = StepPlan(
+            self._step, config.step_tokens, config.max_num_batched_tokens, config.long_prefill_token_threshold
+        )
         self._step += 1
         state = self._state
         if self._speculation.is_waiting and not self._in_flight:
@@ -394,7 +397,6 @@ class Scheduler:
             admission.admit_waiting(plan, self._pending)
         if plan.is_empty:
             self._schedule_decodes(plan)
-            plan.limit_prompts(self.config.max_num_batched_tokens)
             if state.filling:
                 self._schedule_filling(plan)
             admission.admit_arrived(plan)
@@ -434,8 +436,7 @@ class Scheduler:
         num_context_tokens = decodes.num_context_tokens
         plan.add_decodes(decodes.tick(), num_context_tokens)
         if self._state.speculating:
-            num_others = len(self._state.filling) - len(self._state.speculating) + self._num_arriving
-            self._speculation.schedule(plan, num_others)
+            self._speculation.schedule(plan)
 
     @property
     def _num_arriving(self) -> int:
@@ -451,11 +452,10 @@ class Scheduler:
             if plan.token_budget <= 0:
                 return
             num_tokens = request.num_tokens - request.num_computed_tokens
-            if num_tokens > 1:
-                # A long prompt leaves a token of the budget to each request behind it, or their streams would stall.
-                behind = len(filling) - index - 1 + arriving
-                num_tokens = plan.chunk_size(request, num_tokens, max(1, plan.token_budget - behind))
-            num_tokens = state.num_encoded(request, request.num_computed_tokens, num_tokens)
+            # A long prompt leaves a token of the budget to each request behind it, or their streams would stall.
+            behind = len(filling) - index - 1 + arriving
+            num_tokens = plan.chunk_size(request, num_tokens, max(1, plan.token_budget - behind))
+            num_tokens = num_tokens and state.num_encoded(request, request.num_computed_tokens, num_tokens)
             if not num_tokens:
                 continue
             if not self.kv_cache_manager.num_growing:

@@ -43,7 +43,8 @@ class SchedulerConfig:
     block_size: int = 16
     """Tokens in a block."""
     max_num_batched_tokens: int = 2048
-    """The most tokens that one step computes."""
+    """The most tokens that one step computes; where it is less than `max_num_seqs`, the most tokens of prompts beside
+    one token of each stream."""
     max_num_seqs: int = 128
     """The most requests that run at a time; as many more may wait, with blocks, for KV from another node."""
     max_model_len: int = 4096

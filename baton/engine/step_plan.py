@@ -15,11 +15,15 @@ that 2,048 of them would take a GB."""
 
 
 class StepPlan:
-    """Collects what a step computes, and tracks how much of its token budget is left."""
+    """Collects what a step computes, and tracks how much of its token budgets is left.
 
-    def __init__(self, step: int, token_budget: int, chunk_limit: int = 0) -> None:
+    The only token that a stream lacks counts in `token_budget` alone, all others in both.
+    """
+
+    def __init__(self, step: int, token_budget: int, prompt_budget: int, chunk_limit: int = 0) -> None:
         self.step = step
         self.token_budget = token_budget
+        self._prompt_budget = prompt_budget
         self._chunk_limit = chunk_limit
         self.decodes = NO_DECODES
         """Scheduled requests that decode one token in every step."""
@@ -55,23 +59,28 @@ class StepPlan:
         return not self.requests and not self.decodes.count
 
     def chunk_size(self, request: Request, num_tokens: int, budget: int) -> int:
-        """How many of the `num_tokens` tokens that a request lacks to compute in this step.
+        """How many of the `num_tokens` tokens that a request lacks to compute in this step; 0: none fits.
 
         `budget`: how many tokens of the step's budget the request may use.
         """
-        limit = self._chunk_limit
+        limit, budget = self._chunk_limit, min(budget, self.room_for(request, num_tokens))
         if request.computes_prompt_logprobs:
             # At least one, so that no such request waits for all others.
             budget = min(budget, max(1, _MAX_PROMPT_LOGITS - self._num_prompt_logits))
-        return min(num_tokens, budget, limit) if limit else min(num_tokens, budget)
+        return max(0, min(num_tokens, budget, limit or num_tokens))
+
+    def room_for(self, request: Request, num_tokens: int) -> int:
+        """The most tokens that the step may compute of a request that lacks `num_tokens` of them."""
+        return self.token_budget if _is_of_stream(request, num_tokens) else self.prompt_room
+
+    @property
+    def prompt_room(self) -> int:
+        """How many further tokens of prompts the step may compute."""
+        return min(self.token_budget, self._prompt_budget)
 
     def spare_chunk_size(self, most: int) -> int:
         """How many of at most `most` tokens of prompts the draft model may compute in what is left of the budget."""
-        return max(0, min(most, self.token_budget, self._chunk_limit or most))
-
-    def limit_prompts(self, most: int) -> None:
-        """Compute at most so many further tokens, which are of prompts: what decodes is in the step already."""
-        self.token_budget = min(self.token_budget, most)
+        return max(0, min(most, self.prompt_room, self._chunk_limit or most))
 
     def add_decodes(self, decodes: DecodeGroup, num_context_tokens: int) -> None:
         """Compute one token of each of these requests, which the runner knows.
@@ -160,9 +169,10 @@ class StepPlan:
         return {**decodes, **self._num_tokens}
 
     def _advance(self, request: Request, num_tokens: int) -> None:
-        if num_tokens == 1 and request.output_token_ids:
+        if _is_of_stream(request, request.num_tokens - request.num_computed_tokens):
             self._num_context_tokens += request.num_computed_tokens
         else:
+            self._prompt_budget -= num_tokens
             self._num_prefill_tokens += num_tokens
             self._num_prompt_logits += num_tokens if request.computes_prompt_logprobs else 0
         self._take(request, num_tokens)
@@ -175,6 +185,11 @@ class StepPlan:
         self._num_tokens[request.request_id] = num_tokens
         self._total += num_tokens
         self.token_budget -= num_tokens
+
+
+def _is_of_stream(request: Request, num_tokens: int) -> bool:
+    """Whether all that a request lacks, `num_tokens` tokens, is the one that it generated last."""
+    return num_tokens == 1 and bool(request.output_token_ids)
 
 
 def _new_data(request: Request, block_ids: Sequence[int]) -> NewRequestData:

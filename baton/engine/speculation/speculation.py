@@ -32,6 +32,7 @@ from baton.engine.speculation.step_cost import FadingMean, Prices, StepCost
 from baton.engine.stats import SpecDecodingCounts
 from baton.engine.step_plan import StepPlan
 from baton.engine.waiting.preemption import Preemption
+from baton.engine.waiting.waiting_requests import WaitingRequests
 from baton.messages.node import Leg
 from baton.messages.speculation import DraftCounts, SpeculationConfig
 
@@ -51,10 +52,17 @@ requests whose KV has arrived, have to wait."""
 class Speculation:
     """Drafts tokens for running requests, and schedules and commits the drafts. Called by the scheduler."""
 
-    def __init__(self, config: SpeculationConfig | None, state: SchedulerState, preemption: Preemption) -> None:
+    def __init__(
+        self,
+        config: SpeculationConfig | None,
+        state: SchedulerState,
+        waiting: WaitingRequests,
+        preemption: Preemption,
+    ) -> None:
         """`config`: how to draft tokens; None: only what `update_draft_token_ids` is given is verified."""
         self._config = config
         self._state = state
+        self._waiting = waiting
         self._preemption = preemption
         self._cost = StepCost()
         self._round_seconds = FadingMean()
@@ -187,18 +195,32 @@ class Speculation:
                 else:
                     self._preemption.make_room(request, plan)
 
-    def schedule(self, plan: StepPlan, num_others: int) -> None:
-        """Schedule the requests with slots, as many of their drafts as the budget permits.
-
-        `num_others`: requests that are scheduled later in this step, each of which gets a token of the budget.
-        """
+    def schedule(self, plan: StepPlan) -> None:
+        """Schedule the requests with slots, as many of their drafts as the budget permits."""
         state = self._state
-        num_spare = plan.token_budget - sum(map(_num_known, state.speculating.values())) - num_others
+        num_known = sum(map(_num_known, state.speculating.values()))
+        num_spare = plan.token_budget - num_known - self._num_tokens_of_others(plan)
         for request_id, request in state.speculating.items():
             drafts, request.spec_token_ids = request.spec_token_ids[: max(0, num_spare)], []
             num_spare -= len(drafts)
             plan.add_drafted(request, _num_known(request), drafts, self._new_block_ids[request_id])
         self._new_block_ids.clear()
+
+    def _num_tokens_of_others(self, plan: StepPlan) -> int:
+        """How many tokens of the budget drafts leave to requests that are scheduled later in this step.
+
+        That is one for each, and where prompts have a budget beside the streams (`SchedulerConfig.step_tokens`), what
+        they can use of it.
+        """
+        state, waiting, config = self._state, self._waiting, self._state.config
+        filling = [request for request in state.filling if request.request_id not in state.speculating]
+        num_free_seats = config.max_num_seqs - len(state.running)
+        num_waiting = len(waiting.arrived) + len(waiting.swapped) + waiting.num_queued
+        num_of_prompts = 0
+        if config.step_tokens > config.max_num_batched_tokens:
+            num_of_prompts = sum(map(_num_known, filling))
+            num_of_prompts += waiting.num_queued_tokens + waiting.swapped.num_tokens if num_free_seats else 0
+        return len(filling) + min(num_waiting, num_free_seats) + min(num_of_prompts, plan.prompt_room)
 
     def commit(self, request: Request, drafts: Sequence[int], token_ids: Sequence[int]) -> int:
         """Take back what a step computed of wrong drafts, or of all where states cover none; returns for how many

@@ -108,13 +108,13 @@ class Admission:
         """Run the requests whose KV has arrived: they already hold blocks."""
         skipped: list[Request] = []
         arrived = self._waiting.arrived
-        while arrived and self._has_seat(plan):
+        while arrived and self._has_seat(plan, arrived[0]):
             request = arrived[0]
             if not self._has_slot(request):
                 skipped.append(arrived.popleft())
                 continue
             num_tokens = plan.chunk_size(request, request.num_tokens - request.num_computed_tokens, plan.token_budget)
-            if self._manager.allocate_slots(request, num_tokens).answer is not AllocationAnswer.OK:
+            if not num_tokens or self._manager.allocate_slots(request, num_tokens).answer is not AllocationAnswer.OK:
                 break
             arrived.popleft()
             self._run(request, num_tokens, plan)
@@ -129,15 +129,15 @@ class Admission:
         swapped = self._waiting.swapped
         skipped: list[Request] = []
         may_admit_others = True
-        while len(swapped):
-            if not self._has_seat(plan):
+        while (request := swapped.next_request) is not None:
+            missing = plan.chunk_size(request, request.num_tokens - request.num_computed_tokens, plan.token_budget)
+            if not missing or not self._has_seat(plan, request):
                 may_admit_others = False
                 break
-            request = swapped.pop()
+            swapped.pop()
             if not self._has_slot(request):
                 skipped.append(request)
                 continue
-            missing = plan.chunk_size(request, request.num_tokens - request.num_computed_tokens, plan.token_budget)
             num_tokens = self._state.num_encoded(request, request.num_computed_tokens, missing)
             if not num_tokens:
                 skipped.append(request)
@@ -211,7 +211,9 @@ class Admission:
     def _unseated(self, plan: StepPlan) -> _Unseated | None:
         """The first request in turn that waits for a seat, if no seat is left."""
         request = self._waiting.for_seat.next_request
-        return None if request is None or self._has_seat(plan) else _Unseated(self._waiting.for_seat.next_turn, request)
+        if request is None or self._has_seat(plan, request):
+            return None
+        return _Unseated(self._waiting.for_seat.next_turn, request)
 
     def _may_be_passed(self, stuck: list[Request]) -> bool:
         # The stream of a preempted request has stalled: if new requests took its blocks, it could starve.
@@ -243,7 +245,7 @@ class Admission:
                 return _AdmissionResult.ASK_AGAIN
             if external.num_tokens:
                 return self._load(request, computed, external.num_tokens, outputs)
-            if not self._has_seat(plan):
+            if not self._has_seat(plan, request):
                 return _AdmissionResult.NO_SEAT
             if not self._has_slot(request):
                 return _AdmissionResult.NO_ADAPTER_SLOT
@@ -302,8 +304,9 @@ class Admission:
             slots.keep_for(request.adapter)
         return False
 
-    def _has_seat(self, plan: StepPlan) -> bool:
-        return plan.token_budget > 0 and len(self._state.running) < self._config.max_num_seqs
+    def _has_seat(self, plan: StepPlan, request: Request) -> bool:
+        """Whether a seat is free and the step may compute a token of the request, if it lacks only one."""
+        return plan.room_for(request, 1) > 0 and len(self._state.running) < self._config.max_num_seqs
 
     def _external_tokens(self, request: Request, computed: ComputedBlocks) -> ExternalTokens:
         external = self._state.connector.get_num_new_matched_tokens(request, computed.num_tokens)
@@ -332,7 +335,9 @@ class Admission:
         cuts = self._config.enable_chunked_prefill or request.computes_prompt_logprobs or bool(request.encoder_inputs)
         if cuts:
             num_tokens = plan.chunk_size(request, missing, plan.token_budget)
-        elif missing <= plan.token_budget:
+            if not num_tokens:
+                return _AdmissionResult.NO_SEAT
+        elif missing <= plan.room_for(request, missing):
             num_tokens = missing
         else:
             self._prompt_needs_whole_step = True

@@ -12,7 +12,9 @@ blocks: they hold blocks that those may lack.
 Turns: routers that share nodes among tenants tell with each request in how many seconds it is its turn (see
 `router.admission.turns`). The node adds the time at which the request arrived. Time passes for all routers alike, so
 the turns of different ones are comparable; one that tells none is served as if each of its requests had its turn at
-once, that is, by arrival. A request is overtaken only by such as come before its turn: none of them starves.
+once, that is, by arrival. A request is overtaken only by such as come before its turn: none of them starves. Turns
+order requests that have not begun. One that has, such as a preempted one or the next beams of a search, comes before
+them, or its stream would stall until its turn.
 """
 
 from __future__ import annotations
@@ -122,7 +124,7 @@ class RequestQueue:
         if not request.queue_position:
             request.queue_position = self._positions.behind_all()
         # No two requests have one position, so requests themselves are never compared.
-        heapq.heappush(self._heap, ((*self.rank(request), request.queue_position), request))
+        heapq.heappush(self._heap, ((*self._key(request), request.queue_position), request))
 
     def pop(self) -> Request:
         """Remove and return the next request; raises IndexError when the queue is empty."""
@@ -165,7 +167,7 @@ class RequestQueue:
         return (request for _, request in sorted(self._heap, key=lambda entry: entry[0]))
 
     def rank(self, request: Request) -> tuple[float, ...]:
-        """What the policy orders by, smaller ones first; of equal requests the one with the first position is next."""
+        """What the policy orders by, smaller ones first: the largest is preempted first."""
         arrived = request.arrival_time
         if self._policy == "fcfs":
             return ()
@@ -173,6 +175,11 @@ class RequestQueue:
             return (arrived + request.turn_in_s,)
         # All requests age at the same rate, so the order of two never changes while they wait: no clock is needed.
         return (arrived + self._ageing_s * request.spec.priority if self._ageing_s else request.spec.priority), arrived
+
+    def _key(self, request: Request) -> tuple[float, ...]:
+        """What waiting requests are ordered by; of equal ones the one with the first position is next."""
+        # Positions below 0 are those of requests that were put next in turn.
+        return (-math.inf,) if self._policy == "turns" and request.queue_position < 0 else self.rank(request)
 
 
 class AdapterQueues:

@@ -138,6 +138,25 @@ def test_the_request_whose_turn_is_last_is_preempted_though_it_came_first() -> N
     rig.run_right("flood", "light")
 
 
+def test_turns_order_requests_that_have_not_begun() -> None:
+    queue, heavy, light = RequestQueue(policy="turns"), request("heavy", turn_in_s=9.0), request("light")
+    queue.add(light)
+    queue.prepend(heavy)
+    assert names(queue) == ["heavy", "light"], "it was preempted"
+    queue.put_back([queue.pop()])
+    assert names(queue) == ["heavy", "light"]
+    assert queue.last_in_turn([heavy, light]) is heavy
+
+
+def test_beams_do_not_wait_for_their_turn_in_each_step() -> None:
+    rig = EngineRig(num_blocks=400, max_num_seqs=4)
+    rig.begin("search", 4, beam_width=4, max_tokens=9, turn_in_s=30.0)
+    for number in range(6):
+        rig.add(f"light{number}", 8, max_tokens=20)
+    rig.steps(8)
+    assert "search" in rig.ends
+
+
 def test_in_turn_requests_get_seats_and_those_whose_kv_has_arrived_too() -> None:
     rig = EngineRig(max_num_seqs=1)
     rig.begin("first", 4, max_tokens=9)

@@ -9,7 +9,7 @@ import pytest
 from baton.engine.batch import ModelRunnerOutput
 from baton.engine.request import Request, RequestStatus
 from baton.errors import ConfigError, DuplicateRequest
-from baton.messages.node import Outcome
+from baton.messages.node import Leg, Outcome
 from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from tests.support.engine_rig import EngineRig, prompt_of
@@ -53,6 +53,23 @@ def test_a_step_with_few_tokens_of_prompts_computes_one_of_each_stream_beside_th
     assert most >= 6, "as many streams as the step has tokens of prompts, and more"
     for name, tokens in rig.tokens.items():
         assert tokens == rig.expected(name, 2 if name == "late" else 12)
+
+
+@pytest.mark.parametrize("num_per_step", [1, 2, 3])
+def test_beams_and_arrived_streams_get_their_tokens_beside_the_whole_budget_of_a_prompt(num_per_step: int) -> None:
+    rig = EngineRig(num_blocks=400, max_num_batched_tokens=num_per_step, max_num_seqs=8)
+    rig.add("search", 4, beam_width=4, max_tokens=9)
+    rig.steps(6)
+    rig.add("long", 60, max_tokens=1)
+    rig.begin("arrived", 8, leg=Leg.DECODE, max_tokens=9)
+    rig.complete_transfer("arrived")
+    for number in range(1, 9):
+        output = rig.scheduler.schedule()
+        assert output.num_prefill_tokens == num_per_step
+        rig.commit(output)
+        assert len(rig.tokens["arrived"]) == 1 + number
+    assert "search" in rig.ends
+    rig.run_right("long", "arrived")
 
 
 def test_a_long_prompt_leaves_a_token_to_each_stream_behind_it() -> None:

@@ -116,6 +116,19 @@ def test_without_chunked_prefill_a_prompt_waits_for_a_step_of_its_own() -> None:
     assert len(rig.ends) == 3
 
 
+def test_without_chunked_prefill_no_step_computes_more_of_prompts_than_it_may() -> None:
+    rig = EngineRig(
+        num_blocks=400, max_num_batched_tokens=100, max_model_len=100, max_num_seqs=200, enable_chunked_prefill=False
+    )
+    for number in range(6):
+        rig.add(f"r{number}", 90, max_tokens=2)
+    for _ in range(6):
+        output = rig.scheduler.schedule()
+        assert output.num_prefill_tokens == 90
+        rig.commit(output)
+    rig.run_right(*rig.requests)
+
+
 def test_without_chunked_prefill_a_prompt_that_lacks_blocks_does_not_stop_others() -> None:
     rig = EngineRig(
         num_blocks=11, max_num_batched_tokens=41, max_model_len=64, max_num_seqs=4, enable_chunked_prefill=False

@@ -147,6 +147,21 @@ def test_drafts_leave_the_budget_to_others() -> None:
     assert all(rig.tokens[name] == rig.expected(name, len(rig.tokens[name])) for name in rig.requests)
 
 
+def test_drafts_leave_prompts_their_own_budget_beside_many_streams() -> None:
+    rig = EngineRig(num_blocks=400, max_num_batched_tokens=8, max_num_seqs=16)
+    for number in range(8):
+        rig.add(f"r{number}", 4, max_tokens=40)
+    rig.steps(8)
+    rig.add("late", 12, max_tokens=2)
+    for num_of_prompt in (8, 4):
+        decided = decided_with(rig, {f"r{number}": to_come(rig, f"r{number}", 4) for number in range(8)})
+        num_drafts = sum(map(len, decided.scheduled_spec_decode_tokens.values()))
+        assert (decided.num_scheduled_tokens["late"], decided.num_prefill_tokens) == (num_of_prompt, num_of_prompt)
+        assert num_drafts == rig.config.step_tokens - 8 - 1 - num_of_prompt, "what the prompt can't need"
+        rig.commit(decided)
+    rig.run_right(*rig.requests)
+
+
 def test_no_request_is_preempted_for_a_draft() -> None:
     rig = EngineRig(num_blocks=1 + 5)
     rig.add("a", 8, max_tokens=9)

@@ -79,7 +79,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(
         num_stripes=st.integers(4, 13),
-        budget=st.integers(5, 24),
+        budget=st.integers(1, 24),
         limits=st.fixed_dictionaries(
             {
                 "max_num_seqs": st.integers(1, 5),

@@ -151,6 +151,24 @@ async def test_a_tenant_with_nothing_on_nodes_goes_ahead_there_and_has_its_turn_
             assert [turn for _, turn in sent[:4]] == [2.0, 2.0, 2.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("flood_class", "own_class", "goes_ahead"),
+    [
+        ("normal", "normal", True),
+        ("normal", "urgent", True),
+        ("urgent", "normal", False),
+        ("normal", "batch", False),
+        ("batch", "batch", False),
+    ],
+)
+async def test_by_its_class_a_request_goes_ahead_on_nodes(flood_class: str, own_class: str, goes_ahead: bool) -> None:
+    async with router_rig(small()) as rig:
+        flood = [await rig.accepted(tenant="flood", service_class=flood_class, max_tokens=1) for _ in range(3)]
+        light = await rig.accepted(tenant="light", service_class=own_class, max_tokens=1)
+        assert rig.nodes["d1"].inbox.qsize() == 3 + goes_ahead
+        await all_leave(*flood, light)
+
+
 async def test_an_attempt_after_the_first_has_its_turn_at_once() -> None:
     async with router_rig(decode()) as rig:
         first = await rig.accepted(max_tokens=1)

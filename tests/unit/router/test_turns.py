@@ -45,6 +45,37 @@ def test_a_turn_is_later_by_the_share_of_what_is_on_nodes_and_by_the_class() -> 
     assert turns.place("light", 0.0, 20.0, REQUEST_S).at == 20.0 + REQUEST_S, "all that is left is its own"
 
 
+@pytest.mark.parametrize("delay", [-1, 0, 1])
+def test_a_tenant_whose_requests_never_end_all_at_once_does_not_keep_an_old_delay(delay: int) -> None:
+    turns = Turns()
+    for _ in range(2):
+        turns.place("a", 1.0, 0.0, 1000.0, delay)
+    placed = [turns.place("a", 1.0, now, 2.0, delay).at for now in (5.0, 5.5, 6.0)]
+    assert placed == [now + (1 + delay) * 2.0 for now in (5.0, 5.5, 6.0)]
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "goes_ahead"),
+    [
+        ({}, {+1: {"normal": 9}}, True),
+        ({"urgent": 9}, {}, False),
+        ({"urgent": 5}, {+1: {"normal": 5}}, True),
+        ({"urgent": 9}, {+1: {"normal": 1}}, False),
+        ({}, {-1: {"flood": 9}}, False),
+        ({"normal": 5}, {+1: {"batch": 5}}, True),
+    ],
+)
+def test_what_other_classes_have_on_nodes_counts_by_how_much_later_their_turns_are(
+    own: Mapping[str, int], others: Mapping[int, Mapping[str, int]], goes_ahead: bool
+) -> None:
+    classes = {later: Turns() for later in (0, *others)}
+    for later, on_nodes in ((0, own), *others.items()):
+        for name, amount in on_nodes.items():
+            classes[later].place(name, float(amount), 0.0, REQUEST_S)
+    found = classes[0].goes_ahead(next(iter(own), "new"), [(classes[later], later) for later in others])
+    assert found is goes_ahead
+
+
 @pytest.mark.parametrize(
     ("on_nodes", "tenant", "goes_ahead"),
     [

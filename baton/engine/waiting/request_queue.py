@@ -157,8 +157,15 @@ class RequestQueue:
         if self._policy == "fcfs":
             last = deque(running, maxlen=1)
             return last.pop() if last else None
-        # The newest of equals is preempted; `max` alone would take the first.
-        return max(enumerate(running), key=lambda entry: (*self.rank(entry[1]), entry[0]), default=(0, None))[1]
+        # The newest of equals is preempted; `max` alone would take the first. By turns, none is preempted again before
+        # the others: it would be computed anew for each of a tenant's requests that comes.
+        spares = self._policy == "turns"
+
+        def order(entry: tuple[int, Request]) -> tuple[float, ...]:
+            place, request = entry
+            return (-request.num_preemptions if spares else 0, *self.rank(request), place)
+
+        return max(enumerate(running), key=order, default=(0, None))[1]
 
     def __len__(self) -> int:
         return len(self._heap)

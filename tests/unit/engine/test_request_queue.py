@@ -146,6 +146,8 @@ def test_turns_order_requests_that_have_not_begun() -> None:
     queue.put_back([queue.pop()])
     assert names(queue) == ["heavy", "light"]
     assert queue.last_in_turn([heavy, light]) is heavy
+    heavy.num_preemptions = 1
+    assert queue.last_in_turn([heavy, light]) is light, "none twice before the others"
 
 
 def test_beams_do_not_wait_for_their_turn_in_each_step() -> None:

@@ -368,7 +368,9 @@ class WaitingRoom:
         """Whether the node may have room for a request that waits and is next."""
         firsts = (self._text.queue.first(), self._embeddings.queue.first())
         goes_ahead = any(first is not None and self._goes_ahead(first) for first in firsts)
-        return not self._view.why_full(incarnation, has_prompt=False, goes_ahead=goes_ahead)
+        # Prompts on a decode node keep no hand-off from it.
+        has_prompt = not self._view.takes_hand_offs(incarnation)
+        return not self._view.why_full(incarnation, has_prompt=has_prompt, goes_ahead=goes_ahead)
 
     def _goes_ahead(self, ticket: Ticket[ActiveRequest]) -> bool:
         """Whether a request goes ahead of those that wait for seats on nodes. One of a batch never does."""

@@ -42,6 +42,8 @@ class ClusterView:
 
         `rules`: which nodes have room. `needs_pairs`: whether requests are served by pairs of nodes alone.
         """
+        self._has_prefills: bool | None = None
+        """Whether any attached node is a prefill node; None: not known."""
         self.num_full: Counter[Lack] = Counter()
         """How often a node with room came to have none, by what it lacked."""
         self._clock = clock
@@ -233,7 +235,7 @@ class ClusterView:
     def _takers_changed(self) -> None:
         """Other nodes take work than before, or nodes with other descriptions."""
         self._is_left_out_known = False
-        self._served_by = self._abilities = None
+        self._served_by = self._abilities = self._has_prefills = None
 
     def _candidate_changed(self, node: KnownNode) -> None:
         """The node's candidate has changed, and is made again when it is needed."""
@@ -358,6 +360,14 @@ class ClusterView:
     def _count_full(self, before: Candidate | None, after: Candidate | None) -> None:
         if after is not None and after.lack is not None and (before is None or before.lack is None):
             self.num_full[after.lack] += 1
+
+    def takes_hand_offs(self, incarnation: str) -> bool:
+        """Whether this is a decode node, and there are prefill nodes."""
+        node = self._nodes.get(incarnation)
+        is_decode = node is not None and node.description is not None and node.description.role is Role.DECODE
+        if self._has_prefills is None:
+            self._has_prefills = any(each.role is Role.PREFILL for each in self.descriptions())
+        return is_decode and self._has_prefills
 
     def why_full(self, incarnation: str, *, has_prompt: bool = True, goes_ahead: bool = False) -> str:
         """Why a further request would only wait on the node, as the rest of a sentence; empty: it has room.

@@ -167,7 +167,7 @@ class SimulatedRouter:
         self._message_s = config.message_s
         self._ended = ended
         rules, choices = RoomRules(config.kv_room, config.steps_ahead), config.choices
-        self._view = ClusterView(rules=rules) if choices is None else SampledView(choices, rng, rules)
+        self.view = ClusterView(rules=rules) if choices is None else SampledView(choices, rng, rules)
         self._nodes: dict[str, SimulatedNode] = {}
         self._records: dict[str, NodeRecord] = {}
         self._params: dict[int, SamplingParams] = {}
@@ -176,12 +176,12 @@ class SimulatedRouter:
         """When the tokens of the report that is being read were drawn."""
         limits = config.limits or DispatchLimits(queue_wait_s=1e9, capacity_wait_s=1e9, max_queue=1 << 30)
         self._tenants = {tenant.name: tenant for tenant in config.tenants}
-        self._requests = LiveRequests(self._view, self, timeline, rng, limits, placer=placer)
+        self.requests = LiveRequests(self.view, self, timeline, rng, limits, placer=placer)
 
     @property
     def num_retries(self) -> int:
         """The number of attempts that were not a request's first one."""
-        attempts = self._requests.counters.attempts
+        attempts = self.requests.counters.attempts
         return attempts.total() - attempts[AttemptCause.FIRST]
 
     # Nodes.
@@ -191,19 +191,19 @@ class SimulatedRouter:
         description = node.description
         self._nodes[node.incarnation] = node
         self._records[node.incarnation] = node_record(description, self._timeline.now, 10.0)
-        self._view.registered(self._records.values())
-        self._requests.on_attached(description)
+        self.view.registered(self._records.values())
+        self.requests.on_attached(description)
 
     def lose(self, node: SimulatedNode) -> None:
         """The router notices that a node has died."""
         del self._nodes[node.incarnation], self._records[node.incarnation]
-        self._view.registered(self._records.values())
-        self._requests.on_lost(node.incarnation, "the node has died")
+        self.view.registered(self._records.values())
+        self.requests.on_lost(node.incarnation, "the node has died")
 
     def report(self, node: SimulatedNode, report: StepReport, times: TokenTimes) -> None:
         """A node reports a step. `times`, which is emptied: when the tokens in it were drawn."""
         self._drawn = times
-        self._requests.on_report(node.incarnation, report)
+        self.requests.on_report(node.incarnation, report)
         times.clear()
 
     def send(self, incarnation: str, message: RouterMessage) -> bool:
@@ -218,14 +218,14 @@ class SimulatedRouter:
                 node.abort(attempt)
             case WatchKVCache():
                 report = StepReport((), node.load(), node.watch_kv_cache())
-                self._requests.placer.on_report(incarnation, report, self._timeline.now)
+                self.requests.placer.on_report(incarnation, report, self._timeline.now)
             case other:
                 raise AssertionError(f"a simulated node does not understand {other}")
         return True
 
     def _send(self, incarnation: str, submit: Submit) -> None:
         """Delivers a leg to its node one message latency later, or after the blocks that it fetches have arrived."""
-        placer, fetch = self._requests.placer, None
+        placer, fetch = self.requests.placer, None
         if isinstance(placer, FetchingPlacer) and submit.kv_source is None:
             fetch = placer.pop_fetch(submit.attempt.request_id)
         if fetch is None or fetch.sink != incarnation:
@@ -252,7 +252,7 @@ class SimulatedRouter:
 
     def _submit(self, incarnation: str, submit: Submit) -> None:
         """A submit arrives; one that was aborted meanwhile is dropped."""
-        run, node = self._requests.find(submit.attempt.request_id), self._nodes.get(incarnation)
+        run, node = self.requests.find(submit.attempt.request_id), self._nodes.get(incarnation)
         if node is not None and run is not None and not run.flight.is_over and run.flight.key == submit.attempt:
             node.submit(submit)
 
@@ -265,7 +265,7 @@ class SimulatedRouter:
         valid = ValidRequest(prompt, self._params_for(request.output_length), request_id=request_id, model=MODEL)
         client = SimulatedClient(request, request_id, planned_s, self._turns, self._read, self._end)
         self.num_open += 1
-        self._requests.start(self._requests.open(valid, Answer(None, valid), client, self._call_of(request.tenant)))
+        self.requests.start(self.requests.open(valid, Answer(None, valid), client, self._call_of(request.tenant)))
 
     def _call_of(self, tenant: str) -> ClientCall:
         """The call of a client of this tenant, with what an API key says of the tenant."""
@@ -282,7 +282,7 @@ class SimulatedRouter:
         return params
 
     def _run_of(self, client: SimulatedClient) -> ActiveRequest:
-        run = self._requests.find(client.request_id)
+        run = self.requests.find(client.request_id)
         assert run is not None
         return run
 
@@ -315,7 +315,7 @@ class SimulatedRouter:
             finish, _ = run.finish
             timings, prefill, decode = finish.timings, finish.path.prefill_node, finish.path.decode_node
             self._count_parts(client, run, timings)
-        self._requests.close(run)
+        self.requests.close(run)
         self._ended(
             Outcome(
                 index=client.request.index,

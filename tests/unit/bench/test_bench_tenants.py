@@ -10,7 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from baton.bench.arrangement import Arrangement
 from baton.bench.config import OverloadConfig
 from baton.bench.fairness import FLOOD, LIGHT, Beside, alone_s, checks, evaluate, result_of
 from baton.bench.load.endpoint import Target
@@ -21,10 +24,15 @@ from baton.bench.report.measured import parse_result
 from baton.bench.report.page import page
 from baton.bench.results.outcome import Outcome, Outcomes
 from baton.bench.results.tenants import TenantRun, tenants_result
+from baton.bench.simulator.config import NodeSizes, SimulationConfig
+from baton.bench.simulator.simulation import Simulation
 from baton.bench.workloads.spec import WorkloadSpec
-from baton.bench.workloads.tenants import TenantsWorkload, parse_tenants
+from baton.bench.workloads.tenants import TenantLoad, TenantsWorkload, parse_tenants
+from baton.bench.workloads.workload import WorkloadRequest, unique_piece
 from baton.cli.main import main
 from baton.errors import InvalidRequest
+from baton.messages.node import Role
+from router.placement.placement import takes_no_stream
 from tests.support.outside import assert_result_as_frozen
 
 SPEC = WorkloadSpec(random_input_len=256, random_output_len=32)
@@ -254,3 +262,46 @@ def _keys(value: Any) -> list[tuple[Any, ...]]:
     """The path to each value that the object has."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path for key, each in inner for path in ((key,), *((key, *rest) for rest in _keys(each)))]
+
+
+@given(
+    st.sampled_from(["colocated:2", "conditional:1p1d"]),
+    st.integers(2, 6),
+    st.lists(st.sampled_from(["normal", "urgent", "batch"]), min_size=1, max_size=3),
+    st.integers(0, 1 << 30),
+)
+@settings(max_examples=8, deadline=None)
+def test_no_request_waits_while_a_node_has_room_for_it(
+    arrangement: str, seats: int, classes: list[str], seed: int
+) -> None:
+    rng, requests = random.Random(seed), list[WorkloadRequest]()
+    loads = [
+        TenantLoad(f"t{number}", 1.0, weight=rng.choice([1.0, 3.0]), service_class=name)
+        for number, name in enumerate(classes)
+    ]
+    for index in range(24):
+        length = rng.randint(1, 200)
+        piece, output = unique_piece(length, seed, index), rng.randint(1, 30)
+        tenant = rng.choice(loads).name
+        requests.append(WorkloadRequest(index, 0.01 * index, length, output, (piece,), tenant=tenant))
+    sizes = NodeSizes(max_num_seqs=seats, cache_tokens=2048, max_num_batched_tokens=64)
+    config = SimulationConfig(Arrangement.parse(arrangement), sizes, tenants=loads)
+    simulation, waited = Simulation(config, lambda _: None), 0
+
+    def check() -> None:
+        nonlocal waited
+        router = simulation.router
+        if router.requests.num_waiting:
+            waited += 1
+            has_prefills = any(candidate.node.role is Role.PREFILL for candidate in router.view.candidates())
+            open_roles = {
+                candidate.node.role
+                for candidate in router.view.candidates()
+                if candidate.lack is None or (has_prefills and not takes_no_stream(candidate))
+            }
+            assert len(open_roles) < 1 + has_prefills
+
+    for number in range(200):
+        simulation.timeline.call_at(0.005 * number + 0.0001, check)
+    simulation.run(iter(requests))
+    assert waited

@@ -42,7 +42,8 @@ def _commit(scheduler: SimulatedScheduler, decided: SchedulerOutput) -> None:
         request = scheduler.requests.get(data.request_id)
         grows = request is not None and data.request_id in scheduler.decoding
         if request is not None and not grows and request.num_computed_tokens < request.num_tokens:
-            del drawn[data.request_id]
+            # One that was preempted after it had got a block draws none either.
+            drawn.pop(data.request_id, None)
     scheduler.update_from_output(decided, ModelRunnerOutput(drawn))
 
 

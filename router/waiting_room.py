@@ -120,7 +120,7 @@ class WaitingRoom:
         line = self._embeddings if embeds else self._text
         if line.queue:
             payer, service_class = line.share(tenant, service_class)
-            line.queue.set_weight(payer, service_class, weight if payer else 1.0)
+            line.queue.ledger(service_class).set_weight(payer, weight if payer else 1.0)
             line.queue.check_room(priority, line.num_placed, payer, service_class)
 
     def find_nodes(self, active: ActiveRequest, place: Place) -> Choice | Wait | GiveUp:
@@ -277,7 +277,7 @@ class WaitingRoom:
         ledger.set_weight(payer, active.weight if payer else 1.0)
         active.charge = charge = ledger.charge(payer, num_prompt, most_output, active.num_computed)
         line.queue.urgent.placed(service_class, charge.tokens)
-        weight, request_s = ledger.weight(payer), line.queue.times.request_s()
+        weight, request_s = charge.weight, line.queue.times.request_s()
         delay = service_class - ServiceClass.NORMAL
         active.turn = line.queue.turns(service_class).place(payer, charge.tokens / weight, at, request_s, delay)
         now, name = self._timers.monotonic(), active.service_class.name.lower()
@@ -297,13 +297,12 @@ class WaitingRoom:
         active.counts_as_placed = False
         charge, active.charge = active.charge, None
         turn, active.turn = active.turn, None
-        if charge is not None:
+        if charge is not None and turn is not None:
             _, service_class = line.share(active.tenant, active.service_class)
             ledger = line.queue.ledger(service_class)
             cost = ledger.settle(charge, *active.tokens_computed(), active.num_computed)
             self.tenants.served(active.tenant, cost, self._timers.monotonic())
-            if turn is not None:
-                line.queue.turns(service_class).end(turn)
+            line.queue.turns(service_class).end(turn)
 
     def note_times(self, active: ActiveRequest) -> None:
         """Note the times of a request that has ended well, as a prediction for others."""
@@ -354,23 +353,29 @@ class WaitingRoom:
             choice = self._choose(candidates, active, place, with_room=True)
         except (InvalidRequest, NoCapacity):
             choice = self._choose(candidates, active, place)
-        placement, goes_ahead = choice.placement, self._goes_ahead(ticket)
+        placement = choice.placement
         for node in (placement.prefill, placement.decode):
             if node is None:
                 continue
             has_prompt = node is placement.prompt_node
-            if why := self._view.why_full(node.incarnation, has_prompt=has_prompt, goes_ahead=goes_ahead):
+            why = self._view.why_full(node.incarnation, has_prompt=has_prompt)
+            if why and self._goes_ahead(ticket):
+                why = self._view.why_full(node.incarnation, has_prompt=has_prompt, goes_ahead=True)
+            if why:
                 raise Overloaded(f"every node is full: the best one {why}")
         self._check_in_time(ticket, choice)
         return choice
 
     def may_have_room(self, incarnation: str) -> bool:
         """Whether the node may have room for a request that waits and is next."""
-        firsts = (self._text.queue.first(), self._embeddings.queue.first())
-        goes_ahead = any(first is not None and self._goes_ahead(first) for first in firsts)
         # Prompts on a decode node keep no hand-off from it.
         has_prompt = not self._view.takes_hand_offs(incarnation)
-        return not self._view.why_full(incarnation, has_prompt=has_prompt, goes_ahead=goes_ahead)
+        if not self._view.why_full(incarnation, has_prompt=has_prompt):
+            return True
+        if self._view.why_full(incarnation, has_prompt=has_prompt, goes_ahead=True):
+            return False
+        firsts = (self._text.queue.first(), self._embeddings.queue.first())
+        return any(first is not None and self._goes_ahead(first) for first in firsts)
 
     def _goes_ahead(self, ticket: Ticket[ActiveRequest]) -> bool:
         """Whether a request goes ahead of those that wait for seats on nodes. One of a batch never does."""

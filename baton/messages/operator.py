@@ -181,9 +181,9 @@ class TenantRows:
     """The tenants at one router."""
 
     tenants: Sequence[TenantRow]
-    """Those first that were served most in the last minute."""
+    """The tenants, those first whose requests wait, then those that were served most in the last minute."""
     served_last_minute: float = 0.0
-    """Of all tenants, also of those that are left out."""
+    """What all tenants were served, also those that are left out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -16,6 +17,8 @@ from baton.security.redaction import without_password
 
 _SCHEMES = ("redis://", "rediss://", "unix://")
 _TIMEOUT_S = 5.0
+REDIS_ERRORS = (RedisError, OSError, asyncio.TimeoutError)
+"""What an operation raises that Redis did not answer, or refused."""
 
 
 def connect_redis(url: str, timeout_s: float) -> redis.Redis:

@@ -16,12 +16,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from redis import asyncio as redis
-from redis.exceptions import RedisError
 
 from baton.background import OnFault, current_watch, start_background
 from baton.observe.log_limit import LimitedLog
 from baton.registry.base import ENDED_S, MAX_RECORD_BYTES
-from baton.registry.connection import connect_redis
+from baton.registry.connection import REDIS_ERRORS, connect_redis
 from baton.registry.registry import LAST_RETRY_S, retry_delay
 
 _log = logging.getLogger(__name__)
@@ -38,7 +37,6 @@ _TIMEOUT_S = 1.0
 _READS_AT_ONCE = 4
 """Limit of concurrent reads. Each opens a connection, which stays open, and after the loss of a router thousands of
 requests may be read at once."""
-_FOREIGN = (RedisError, OSError, asyncio.TimeoutError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +123,7 @@ class RedisFlightRecords:
                 stored = await self._client.get(self._key(request_id))
             finally:
                 self._read_slots.release()
-        except _FOREIGN as error:
+        except REDIS_ERRORS as error:
             self._unreadable.happened(
                 "the record of request %s can't be read from Redis, so no router can take it over: %s",
                 request_id,
@@ -141,7 +139,7 @@ class RedisFlightRecords:
         if self._writer is not None:
             await self._writer
         await asyncio.gather(*self._reads, return_exceptions=True)
-        with contextlib.suppress(*_FOREIGN):
+        with contextlib.suppress(*REDIS_ERRORS):
             await self._client.aclose()
 
     async def _write(self) -> None:
@@ -159,7 +157,7 @@ class RedisFlightRecords:
                     self._unwritable.is_over("records of requests are written to Redis again")
                     if not self._closing.is_set():
                         await asyncio.sleep(_PAUSE_S)
-                except _FOREIGN as error:
+                except REDIS_ERRORS as error:
                     failures += 1
                     self._keep(batch)
                     self._unwritable.happened(

@@ -22,13 +22,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from redis import asyncio as redis
-from redis.exceptions import RedisError
 
 from baton.background import OnFault, current_watch, start_background
 from baton.clock import Clock
 from baton.errors import Unreachable
 from baton.observe.log_limit import LimitedLog
-from baton.registry.connection import connect_redis
+from baton.registry.connection import REDIS_ERRORS, connect_redis
 from baton.registry.quotas import FULL_ROOM_WAIT_S, LEASE_S, QuotaUse, Taken
 from baton.registry.registry import LAST_RETRY_S, retry_delay
 from baton.security.redaction import without_password
@@ -42,7 +41,6 @@ _WORKER = "quotas"
 """The name of the task, which is also the label of its faults."""
 _BATCH = 256
 _TIMEOUT_S = 1.0
-_FOREIGN = (RedisError, OSError, asyncio.TimeoutError)
 
 _NOW = """
 local now = tonumber(ARGV[1])
@@ -155,7 +153,7 @@ class _Call:
     keys: Sequence[str]
     arguments: Sequence[str]
     use: QuotaUse | None
-    """Of a call that takes or gives back; None: it renews."""
+    """What the call takes or gives back; None: it renews."""
     answer: asyncio.Future[Any] | None = None
 
 
@@ -185,7 +183,9 @@ class RedisQuotas:
 
     async def take(self, use: QuotaUse) -> Taken:
         """Take it, or nothing; see `QuotaStore.take`."""
-        if self._closing or self._num_waiting >= MAX_PENDING:
+        if self._closing:
+            raise Unreachable("this router is shutting down: ask another one")
+        if self._num_waiting >= MAX_PENDING:
             raise Unreachable(f"Redis at {self._where} does not answer as fast as requests come")
         words = [use.lease, _ms(LEASE_S), _ms(FULL_ROOM_WAIT_S), str(len(use.rates))]
         for rate in use.rates:
@@ -231,7 +231,7 @@ class RedisQuotas:
         self._filled.set()
         if self._worker is not None:
             await self._worker
-        with contextlib.suppress(*_FOREIGN):
+        with contextlib.suppress(*REDIS_ERRORS):
             await self._client.aclose()
 
     def _give_lease_back(self, use: QuotaUse) -> None:
@@ -259,7 +259,7 @@ class RedisQuotas:
                     failures = 0
                     self._unreachable.is_over("quotas are kept in Redis again")
                 except Exception as error:
-                    if not isinstance(error, _FOREIGN):
+                    if not isinstance(error, REDIS_ERRORS):
                         current_watch.get().note(_WORKER, error, f"{len(batch)} calls for quotas have failed")
                     failures += 1
                     self._failed(batch, error)

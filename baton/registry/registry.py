@@ -36,14 +36,14 @@ from random import Random, SystemRandom
 from typing import Any, TypeVar
 
 from redis import asyncio as redis
-from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
+from redis.exceptions import OutOfMemoryError, ResponseError
 
 from baton.background import OnFault, start_background
 from baton.clock import Clock, SystemClock
 from baton.errors import Unreachable
 from baton.messages.ids import random_token
 from baton.registry.base import require
-from baton.registry.connection import connect_redis
+from baton.registry.connection import REDIS_ERRORS, connect_redis
 from baton.registry.desired import DESIRED_SETS, DesiredChange, DesiredMemory, DesiredState
 from baton.registry.feed import Feed
 from baton.registry.records import (
@@ -71,7 +71,6 @@ _TOTALS_MS = 10_000
 """Lifetime of a router's totals, which are published more often than that."""
 _RESERVES_EVERY_S = 60.0
 """Interval at which a process checks that the reserves exist."""
-_FOREIGN = (RedisError, OSError, asyncio.TimeoutError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +210,7 @@ class Registry:
             self._follower.cancel()
             await asyncio.gather(self._follower, return_exceptions=True)
         await asyncio.gather(*self._operations, return_exceptions=True)
-        with contextlib.suppress(*_FOREIGN):
+        with contextlib.suppress(*REDIS_ERRORS):
             await self._client.aclose()
 
     def _start_following(self) -> None:
@@ -230,14 +229,14 @@ class Registry:
                     self._healthy = True
                     await self._publish_to_watchers(stored)
                     await pubsub.get_message(ignore_subscribe_messages=True, timeout=READ_EVERY_S)
-            except _FOREIGN:
+            except REDIS_ERRORS:
                 self._healthy = False
             except Exception:
                 # A bug of Baton's: `start_background` reports it and starts this coroutine again.
                 self._healthy = False
                 raise
             finally:
-                with contextlib.suppress(*_FOREIGN):
+                with contextlib.suppress(*REDIS_ERRORS):
                     await pubsub.aclose()  # type: ignore[no-untyped-call]
             await asyncio.sleep(retry_delay(failures, LAST_RETRY_S))
             failures += 1
@@ -370,7 +369,7 @@ class Registry:
     async def _checked(self, operation: Coroutine[Any, Any, T]) -> T:
         try:
             result = await self._operate(operation)
-        except _FOREIGN as error:
+        except REDIS_ERRORS as error:
             self._healthy = False
             reason = str(error).rstrip(".") or type(error).__name__
             raise Unreachable(f"registry {self._where} does not answer: {reason}") from None

@@ -98,7 +98,7 @@ class Ticket(Generic[T]):
         self.item = item
         self.tenant = tenant
         self.weight = weight
-        """Of the tenant."""
+        """The tenant's weight."""
         self.service_class = service_class
         self.arrived = arrived
         self.priority = priority
@@ -193,22 +193,24 @@ class _Class(Generic[T]):
         self.num_requests += 1
         self._note_length(ticket.tenant, line)
 
-    def remove(self, ticket: Ticket[T]) -> None:
-        """Idempotent."""
+    def remove(self, ticket: Ticket[T]) -> int:
+        """Returns how many requests were removed. Idempotent."""
         line = self.lines.get(ticket.tenant)
         if line is None:
-            return
+            return 0
         num_before = len(line)
         _remove_at(line.order, ticket, bisect.bisect_left(line.order, ticket.order_key, key=_order_key))
         _remove_at(
             line.by_priority, ticket, bisect.bisect_left(line.by_priority, ticket.priority_key, key=_priority_key)
         )
-        self.num_requests -= num_before - len(line)
+        num_removed = num_before - len(line)
+        self.num_requests -= num_removed
         if not line:
             del self.lines[ticket.tenant]
             self.ledger.end_waiting(ticket.tenant)
-        elif len(line) != num_before:
+        elif num_removed:
             self._note_length(ticket.tenant, line)
+        return num_removed
 
     def _note_length(self, tenant: str, line: _Line[T]) -> None:
         """Put a line whose length has changed into its place among the longest."""
@@ -290,21 +292,15 @@ class AdmissionQueue(Generic[T]):
         self._classes: Mapping[ServiceClass, _Class[T]] = {each: _Class(output_weight) for each in ServiceClass}
         self.urgent = UrgentShare(urgent_share, lambda name: self._classes[name].num_requests)
         self._count = 0
+        self._num_new = 0
+        """The number of requests of all classes: it is asked for with every event."""
 
     def __len__(self) -> int:
         return len(self._retries) + self._num_new
 
-    @property
-    def _num_new(self) -> int:
-        return sum(each.num_requests for each in self._classes.values())
-
     def ledger(self, service_class: ServiceClass) -> TenantLedger:
         """What the tenants have had of the service to this class."""
         return self._classes[service_class].ledger
-
-    def set_weight(self, tenant: str, service_class: ServiceClass, weight: float) -> None:
-        """The tenant's weight is this one from now on."""
-        self._classes[service_class].ledger.set_weight(tenant, weight)
 
     def turns(self, service_class: ServiceClass) -> Turns:
         """What the tenants have on nodes of this class."""
@@ -386,7 +382,7 @@ class AdmissionQueue(Generic[T]):
         self.check_pace(ticket, self.times.pace_s(now), num_running)
         if displaced is not None:
             self.remove(displaced)
-        of_class.add(ticket)
+        self.put_back(ticket)
         return displaced
 
     def num_before(self, ticket: Ticket[T]) -> tuple[int, int]:
@@ -404,13 +400,14 @@ class AdmissionQueue(Generic[T]):
             bisect.insort(self._retries, ticket, key=_order_key)
         else:
             self._classes[ticket.service_class].add(ticket)
+            self._num_new += 1
 
     def remove(self, ticket: Ticket[T]) -> None:
         """Take a ticket out of the queue. Idempotent."""
         if ticket.is_retry:
             _remove_at(self._retries, ticket, bisect.bisect_left(self._retries, ticket.order_key, key=_order_key))
         else:
-            self._classes[ticket.service_class].remove(ticket)
+            self._num_new -= self._classes[ticket.service_class].remove(ticket)
 
     def retry_after_s(
         self, num_running: int, tenant: str = "", service_class: ServiceClass = ServiceClass.NORMAL

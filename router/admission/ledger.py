@@ -205,11 +205,11 @@ class TenantLedger:
 
     def standing(self, tenant: str) -> Standing:
         """Where the tenant stands now."""
-        return Standing(self.counter(tenant), self.virtual_time())
+        return Standing(self.counter(tenant), self._now)
 
     def lag(self, tenant: str) -> float:
         """How far the tenant's counter is ahead of the virtual time, in tokens for a weight of 1."""
-        return self.counter(tenant) - self.virtual_time()
+        return self.counter(tenant) - self._now
 
     def num_before(self, tenant: str) -> int:
         """How many other waiting tenants come before this one. Takes O(n)."""

@@ -85,7 +85,7 @@ class QuotaDesk:
             self.saw(caller, seen.rates, levels_s)
 
     def rate_limits(self, caller: Caller) -> Sequence[RateLimit]:
-        """Of requests and of tokens the limit of which the caller has least left; none before its first request."""
+        """The limits of requests and of tokens of which the caller has least left; none before its first request."""
         seen = self._seen.get((caller.tenant, caller.key_id))
         if seen is None:
             return ()

@@ -63,7 +63,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._tenants: dict[str, _OnNodes] = {}
-        """Those with requests on nodes."""
+        """The tenants with requests on nodes."""
         self._amount = 0.0
         self._squares = 0.0
         """The sum of the tenants' amounts, and of their squares."""

@@ -85,6 +85,7 @@ class ActiveRequest:
         "stall_timer",
         "start_flight",
         "started",
+        "tenant",
         "ticket",
         "traceparent",
         "turn",
@@ -107,6 +108,8 @@ class ActiveRequest:
         """`reservation`: the memory of its log-probabilities."""
         started, delivery = call.started, call.delivery
         self.request = request
+        self.tenant = tenant_of(request.request_id)
+        """The tenant whose request it is; empty where there are no tenants."""
         self.flight = Flight(request, flight_id, call.takeover)
         self.answer = answer
         self.queue = queue
@@ -124,7 +127,7 @@ class ActiveRequest:
         self.charge: Charge | None = None
         """What its tenant was charged for it; None: it has no nodes yet, or has ended."""
         self.turn: Turn | None = None
-        """Its turn on them; None: it has none yet, has ended, or was placed by another router."""
+        """Its turn on them; None: it has no nodes yet, or has ended."""
         self.placed_last_at: float | None = None
         """When nodes were found for the running attempt."""
         self.span: Span | None = None
@@ -178,11 +181,6 @@ class ActiveRequest:
         """So many tokens, of all sequences together, its client had when this router adopted it."""
         self.quota: RequestQuota | None = None
         """What the client's stream has taken of quotas; None: it has none."""
-
-    @property
-    def tenant(self) -> str:
-        """The tenant whose request it is; empty where there are no tenants."""
-        return tenant_of(self.request.request_id)
 
     def tokens_computed(self) -> tuple[int, int]:
         """Tokens of the prompt that were not in a cache, as far as that is known, and those that were generated.

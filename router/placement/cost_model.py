@@ -35,7 +35,7 @@ from baton.messages.kv_cache import KVFormat
 from baton.messages.node import NodeDescription, Role
 from baton.messages.operator import PlacementWay
 from baton.values import value
-from router.placement.fleet_rates import NO_WORK, STREAM_TOKENS, MixedWork, decay
+from router.placement.fleet_rates import NO_WORK, MixedWork, decay, stream_ms
 from router.placement.placement import Candidate, Demand, takes_no_stream
 from router.placement.rates import StepRates
 from router.placement.reasons import CHEAPER_ALONE, CHEAPEST_PAIR, STAYS, Reason
@@ -58,7 +58,6 @@ _CLOSE = 0.8
 """From this share of the target on, the time per token of streams on decode nodes is close to it."""
 LEAST_LEFT = 0.02
 """The least share of a node's time that prompts are assumed to leave to its streams."""
-_SHORTEST_STEP_MS = 0.01
 SAME_MS = 0.25
 SAME_SHARE = 0.02
 """Costs that differ by less than the sum of both count as the same."""
@@ -170,7 +169,7 @@ def node_costs(
         rates.tokens,
         work,
         queued * rates.token_ms,
-        STREAM_TOKENS * max(step_ms, _SHORTEST_STEP_MS) / rates.tokens,
+        stream_ms(step_ms, rates),
     )
 
 

@@ -96,7 +96,7 @@ class CostTable:
         self._chunk, self._order = np.ones(count, np.int64), np.zeros(count, np.int64)
         self._rank, self._kind, self._size = (np.zeros(count, np.int64) for _ in range(3))
         self._full, self._left_out = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
-        self._no_stream, self._may_keep = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+        self._no_stream = np.zeros(count, np.bool_)
         self._version = np.zeros(count, np.int64)
 
     # --- keeping the rows up to date ---
@@ -156,7 +156,7 @@ class CostTable:
     def _note_candidate(self, row: int, candidate: Candidate) -> None:
         self._of_row[row] = candidate
         self._full[row], self._left_out[row] = candidate.lack is not None, candidate.is_left_out
-        self._no_stream[row], self._may_keep[row] = takes_no_stream(candidate), may_keep_stream(candidate)
+        self._no_stream[row] = takes_no_stream(candidate)
         self._order[row] = candidate.last_chosen << _RANK_BITS | int(self._rank[row])
         self._stale.add(row)
 
@@ -269,8 +269,8 @@ class CostTable:
             return self._cheapest_alone(query, prefills if has_prefills else decodes, able, None)
         pair = self._cheapest_pair(query, prefills, decodes, able) if has_prefills and has_decodes else None
         if query.may_stay and pair is not None and self._is_crowded(query, pair, decodes, able):
-            may_keep = self._may_keep if able is None else able & self._may_keep
-            stay = self._cheapest_alone(query, prefills, may_keep, STAYS)
+            may_keep = np.array([may_keep_stream(candidate) for candidate in self._of_row], np.bool_)
+            stay = self._cheapest_alone(query, prefills, may_keep if able is None else able & may_keep, STAYS)
             if stay is not None and is_quicker(query, stay, pair):
                 return stay
         alone_on = decodes if has_decodes else prefills

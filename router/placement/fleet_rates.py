@@ -52,8 +52,9 @@ class ComputeClass:
         )
 
 
-STREAM_TOKENS = 128
-"""The tokens of a usual stream: for so many steps a node's work on prompts counts as slowing its streams."""
+_STREAM_TOKENS = 128
+"""The tokens of a usual stream, whose duration is that for which a node's work on prompts counts as slowing it."""
+_SHORTEST_STEP_MS = 0.01
 _CLASS_SHARE = 8
 """One in so many steps contributes to the rates of its node's class."""
 _MAX_CLASSES = 64
@@ -97,9 +98,12 @@ class _Node:
         """Count the time that the prompts of a step have taken."""
         rates, work = self.learner.rates, self.work
         sequences, context = step.decode_sequences, step.decode_context_tokens
-        stream_ms = STREAM_TOKENS * rates.overhead_ms(sequences, context) / rates.tokens
-        prompt_ms = work.prompt_ms * decay((now - work.at) * 1e3, stream_ms) + step.prefill_tokens * rates.token_ms
-        self.work = MixedWork(sequences, context, prompt_ms, now)
+        prompt_ms, at = work.prompt_ms, work.at
+        if step.prefill_tokens:
+            usual_ms = stream_ms(rates.overhead_ms(sequences, context), rates)
+            prompt_ms = prompt_ms * decay((now - at) * 1e3, usual_ms) + step.prefill_tokens * rates.token_ms
+            at = now
+        self.work = MixedWork(sequences, context, prompt_ms, at)
 
     def blended_with(self, others: StepRates, now: float) -> StepRates:
         """The node's own rates as far as they are fresh, blended with those of its class."""
@@ -246,9 +250,14 @@ class FleetRates:
         return _between(fleet, learner.ms_per_byte, _freshness(now - at))
 
 
+def stream_ms(step_ms: float, rates: StepRates) -> float:
+    """The duration of a usual stream in milliseconds, if its steps have no prompts and take `step_ms`."""
+    return _STREAM_TOKENS * max(step_ms, _SHORTEST_STEP_MS) / rates.tokens
+
+
 def decay(age_ms: float, duration_ms: float) -> float:
-    """The share that is left of work after `age_ms`: 1/e after the duration."""
-    return math.exp(-max(0.0, age_ms) / duration_ms) if duration_ms > 0.0 else 0.0
+    """The share that is left of work after `age_ms`: 1/e after the duration, which is not 0."""
+    return math.exp(-max(0.0, age_ms) / duration_ms)
 
 
 def _freshness(age_s: float) -> float:

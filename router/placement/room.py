@@ -69,8 +69,9 @@ class RoomRules:
         `goes_ahead`: the request goes ahead of those that wait there for seats, see `router.admission.turns`.
         """
         if node.max_num_seqs:
-            headroom = max(1, node.max_num_seqs // 8)
-            headroom += max(2, headroom) if goes_ahead else 0
+            headroom = node.max_num_seqs // 8 or 1
+            if goes_ahead:
+                headroom += max(2, headroom)
             if load.waiting >= headroom or sequences >= node.max_num_seqs + headroom:
                 return Lack.SEATS
         is_told = load.promised_blocks > 0 or load.running == 0

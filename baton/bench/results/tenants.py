@@ -86,11 +86,6 @@ class _Columns:
         share = np.clip((at_s - self.first_s) / length_s, 0.0, 1.0)
         return float(self.prompt[begun].sum()), float((self.output * share)[begun].sum())
 
-    def service(self, begin_s: float, end_s: float) -> float:
-        """The tokens of the service in a time."""
-        (prompt, output), (prompt_before, output_before) = self.tokens_until(end_s), self.tokens_until(begin_s)
-        return prompt - prompt_before + self.output_weight * (output - output_before)
-
 
 def tenants_result(runs: Sequence[TenantRun], output_weight: float) -> dict[str, Any]:
     """The figures of each tenant in each period, and over time, as the field `tenants` of a result file has them.
@@ -147,7 +142,7 @@ def _row(run: TenantRun, columns: _Columns, begin_s: float, end_s: float) -> dic
         "p99_tpot_ms": _percentile(tpot_ms, 99),
         "total_token_throughput": (prompt - prompt_before + output - output_before) / length_s,
         "output_throughput": (output - output_before) / length_s,
-        "service_tokens_per_s": columns.service(begin_s, end_s) / length_s,
+        "service_tokens_per_s": (prompt - prompt_before + columns.output_weight * (output - output_before)) / length_s,
     }
 
 

@@ -79,7 +79,7 @@ def print_tenants(figures: Mapping[str, Any], name: str = "") -> None:
         print_text(f"\n{name}{': ' if name else ''}{span}")
         columns = ["TENANT", "WEIGHT", "CLASS", "OFFERED", "SERVED", "REFUSED", "FAILED", "TTFT P50 MS", "P99"]
         columns += ["TPOT P50 MS", "P99", "TOK/S", "SHARE", "/WEIGHT"]
-        # Those that do not send in this period are left out, unless requests from before are still served.
+        # Tenants that do not send in this period are left out, unless requests from before are still served.
         print_table(columns, [_row(row) for row in period["tenants"] if row["offered"] or row["service_share"]])
 
 

@@ -28,6 +28,7 @@ from baton.cli.output import (
     print_text,
     print_yaml,
 )
+from baton.config.setting import flag_of
 from baton.errors import BatonError, ConfigError, ExitCode, UsageError
 from baton.messages.request_limits import MAX_PRIORITY, MIN_PRIORITY
 from baton.security.access import DEFAULT_CLUSTER
@@ -184,11 +185,11 @@ def set_limits(
     if (tenant is None) == (key is None):
         raise UsageError("say whose limits change: give either --tenant NAME or --key ID")
     if not changes:
-        raise UsageError(f"nothing is changed: give one of {', '.join(map(_option, given))}")
+        raise UsageError(f"nothing is changed: give one of {', '.join(map(flag_of, given))}")
     only_for_key = ("class", "min_priority", "max_concurrent_of_key")
     for name in ("weight",) if tenant is None else only_for_key:
         if name in changes:
-            raise UsageError(f"{_option(name)} is for {'--tenant' if tenant is None else '--key'}")
+            raise UsageError(f"{flag_of(name)} is for {'--tenant' if tenant is None else '--key'}")
     with _locked(file):
         content = read_key_file(file)
         if tenant is not None:
@@ -255,12 +256,8 @@ def _number(name: str, text: str, least: int, most: int) -> int | None:
     except ValueError:
         number = least - 1
     if not least <= number <= most:
-        raise UsageError(f"{_option(name)} must be a whole number of {least} to {most}, or none, not {text!r}")
+        raise UsageError(f"{flag_of(name)} must be a whole number of {least} to {most}, or none, not {text!r}")
     return number
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def list_keys(

@@ -8,7 +8,7 @@ import pytest
 
 from baton.messages.node import LoadReport, StageTimings, StepFigures, StepReport
 from router.placement.cost_model import ServiceLevel
-from router.placement.fleet_rates import STREAM_TOKENS, FleetRates
+from router.placement.fleet_rates import FleetRates, stream_ms
 from router.placement.placement import Origin
 from router.placement.placer import PlacementSettings
 from router.placement.reasons import STAYS
@@ -132,7 +132,7 @@ def test_work_on_prompts_is_forgotten_as_streams_end() -> None:
         step_ms = RATES.overhead_ms(4, 400) + tokens * RATES.token_ms
         rates.add_step(node.incarnation, StepFigures(step_ms, tokens, 4, 400), 0.1 * number)
     # Prompts take 40 ms of each 200 ms, and the last step had one.
-    stream_ms = STREAM_TOKENS * RATES.overhead_ms(4, 400)
+    usual_ms = stream_ms(RATES.overhead_ms(4, 400), RATES)
     work = rates.work(node.incarnation)
-    assert work.prompt_ms / stream_ms == pytest.approx(0.22, rel=0.1)
+    assert work.prompt_ms / usual_ms == pytest.approx(0.22, rel=0.1)
     assert (work.sequences, work.context_tokens, work.at) == (4, 400, pytest.approx(19.9))

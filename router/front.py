@@ -79,7 +79,7 @@ class GenerationHandler:
         return min((limit for limit in limits if limit is not None), default=None)
 
     def rate_limits(self) -> Sequence[RateLimit]:
-        """What the caller has left of its quotas; see `QuotaDesk.rate_limits`."""
+        """What the caller has left of its quotas; see `RateLimiter.rate_limits`."""
         return self._tenants.rate_limits(current_caller.get())
 
     def resume(

@@ -52,7 +52,7 @@ from baton.wire.turn_budget import TurnBudget
 from router.admission.bounded_work import BoundedWork
 from router.admission.limits import DispatchLimits
 from router.admission.prompt_inputs import ImageRules
-from router.admission.quotas import QuotaDesk
+from router.admission.quotas import RateLimiter
 from router.admission.tenants import Tenants
 from router.cards import CurrentCard, card_without_nodes
 from router.dispatcher import Dispatcher
@@ -286,8 +286,8 @@ class _PublicPorts:
             self.grpc = streaming_server(services, barrier, config.tls, limit, budget)
         else:
             self.grpc = RpcServer(services, barrier, core.tls)
-        desk = QuotaDesk(quotas, core.clock, core.incarnation)
-        self._tenants = Tenants(labels=core.requests.tenants.labels, desk=desk)
+        limiter = RateLimiter(quotas, core.clock, core.incarnation)
+        self._tenants = Tenants(labels=core.requests.tenants.labels, limiter=limiter)
         self._responses = ResponseStore(StoreBounds(**settings_for(StoreBounds, config)), core.clock)
         codec, template = core.model.codec, core.model.template
         handler = GenerationHandler(core.dispatcher, codec, core.cards, self._tenants)

@@ -175,6 +175,11 @@ class TenantRow:
     refused: int
     """Its requests that were turned away before they had a token, for want of room or time: displaced ones, too."""
 
+    @property
+    def mean_wait_s(self) -> float | None:
+        """What its requests that got nodes in the last minute had waited; None: there are none."""
+        return self.waited_s_last_minute / self.placed_last_minute if self.placed_last_minute else None
+
 
 @dataclass(frozen=True, slots=True)
 class TenantRows:

@@ -53,7 +53,7 @@ class RateUse:
 
 
 @value(frozen=True, slots=True)
-class RoomUse:
+class ConcurrencyUse:
     """A room in which a request has a lease while it runs."""
 
     name: str
@@ -68,7 +68,7 @@ class QuotaUse:
     lease: str
     """The name of the request's lease, of which there is no other one."""
     rates: Sequence[RateUse] = ()
-    rooms: Sequence[RoomUse] = ()
+    rooms: Sequence[ConcurrencyUse] = ()
 
 
 @value(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from baton.messages.request_limits import MAX_PRIORITY, MIN_PRIORITY
 from baton.security.json_lines import Path as JsonPath
 from baton.security.json_lines import lines_of_values
 from baton.security.matrix import KEY_ROLES, Caller, CallerRole
-from baton.security.quotas import NO_QUOTAS, KeyClass, Quotas, TenantSettings, read_quotas, read_tenant
+from baton.security.quotas import KEY_FIELDS, NO_QUOTAS, KeyClass, Quotas, TenantSettings, read_quotas, read_tenant
 
 _log = logging.getLogger(__name__)
 
@@ -41,14 +41,7 @@ MAX_KEY_CHARS = 256
 _PREFIX = "baton-"
 _TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,31}\Z")
 _FIELDS = {"sha256", "tenant", "role", "max_concurrent", "created"}
-_QUOTA_FIELDS: Mapping[str, str] = {
-    "max_concurrent": "max_concurrent_of_key",
-    "requests_per_minute": "requests_per_minute",
-    "tokens_per_minute": "tokens_per_minute",
-    "tokens_per_day": "tokens_per_day",
-}
-"""The field of a key for each limit of its own. The field max_concurrent was there before: it is for the tenant."""
-_OPTIONAL_FIELDS = {"min_priority", "class", *_QUOTA_FIELDS.values()}
+_OPTIONAL_FIELDS = {"min_priority", "class", *KEY_FIELDS.values()}
 """Fields that are written only for keys that have them. A version of Baton that does not know one of them refuses the
 whole file."""
 
@@ -133,11 +126,6 @@ def check_tenant(tenant: str) -> None:
         )
 
 
-def read_keys(path: Path) -> Sequence[ApiKey]:
-    """Read the keys in a file. Raises ConfigError for a file that is not valid."""
-    return read_key_file(path).keys
-
-
 def read_key_file(path: Path) -> KeyFile:
     """Read a file. Raises ConfigError for one that is not valid, with the line of the first entry that is wrong."""
     try:
@@ -214,7 +202,7 @@ def write_keys(path: Path, keys: Sequence[ApiKey], tenants: Mapping[str, TenantS
             "created": key.created,
             **({} if key.min_priority is None else {"min_priority": key.min_priority}),
             **({} if key.service_class is None else {"class": key.service_class.value}),
-            **{_QUOTA_FIELDS[name]: limit for name, limit in key.quotas.written().items()},
+            **key.quotas.written(KEY_FIELDS),
         }
         for key in keys
     ]
@@ -320,6 +308,6 @@ def _key(entry: Mapping[str, Any]) -> ApiKey:
         raise ValueError(f"class must be {', '.join(KeyClass)} or null, not {named!r}")
     service_class = None if named is None else KeyClass(named)
     check_tenant(entry["tenant"])
-    quotas = read_quotas(entry, _QUOTA_FIELDS)
+    quotas = read_quotas(entry, KEY_FIELDS)
     created = str(entry["created"])
     return ApiKey(entry["sha256"], entry["tenant"], role, created, most, least, service_class, quotas)

@@ -32,12 +32,20 @@ class Quotas:
     def __bool__(self) -> bool:
         return any(getattr(self, name) is not None for name in QUOTA_NAMES)
 
-    def written(self) -> dict[str, int]:
-        """The limits that there are, by name."""
-        return {name: limit for name in QUOTA_NAMES if (limit := getattr(self, name)) is not None}
+    def named(self, names: Mapping[str, str]) -> dict[str, int | None]:
+        """The limits, each by what `names` calls it."""
+        return {field: getattr(self, name) for name, field in names.items()}
+
+    def written(self, names: Mapping[str, str]) -> dict[str, int]:
+        """The same without limits that there are not."""
+        return {field: limit for field, limit in self.named(names).items() if limit is not None}
 
 
 QUOTA_NAMES = tuple(field.name for field in fields(Quotas))
+TENANT_FIELDS: Mapping[str, str] = {name: name for name in QUOTA_NAMES}
+"""What each limit is called in a tenant's entry of the file, and as an option of commands."""
+KEY_FIELDS: Mapping[str, str] = {**TENANT_FIELDS, "max_concurrent": "max_concurrent_of_key"}
+"""The same for a key. Its field max_concurrent was there before: it is for the key's tenant."""
 NO_QUOTAS = Quotas()
 
 
@@ -51,7 +59,7 @@ class TenantSettings:
 
     def written(self) -> dict[str, float | int]:
         """The entry in the file; empty: the tenant needs none."""
-        return {**({} if self.weight == 1.0 else {"weight": self.weight}), **self.quotas.written()}
+        return {**({} if self.weight == 1.0 else {"weight": self.weight}), **self.quotas.written(TENANT_FIELDS)}
 
 
 def read_quotas(entry: Mapping[str, Any], names: Mapping[str, str]) -> Quotas:
@@ -73,4 +81,4 @@ def read_tenant(entry: Mapping[str, Any]) -> TenantSettings:
     weight = entry.get("weight", 1.0)
     if type(weight) not in (int, float) or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
         raise ValueError(f"weight must be a number of {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
-    return TenantSettings(float(weight), read_quotas(entry, dict(zip(QUOTA_NAMES, QUOTA_NAMES, strict=True))))
+    return TenantSettings(float(weight), read_quotas(entry, TENANT_FIELDS))

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from baton.clock import Clock, SystemClock
 from baton.errors import QuotaExceeded, QuotaTooSmall, QuotaUnknown, Unreachable
-from baton.registry.quotas import ProcessQuotas, QuotaStore, QuotaUse, RateUse, RoomUse, unused_s
+from baton.registry.quotas import ConcurrencyUse, ProcessQuotas, QuotaStore, QuotaUse, RateUse, unused_s
 from baton.security.matrix import Caller
 from baton.security.quotas import Quotas
 from baton.values import value
@@ -49,7 +49,7 @@ class _Seen:
     at: float
 
 
-class QuotaDesk:
+class RateLimiter:
     """Takes quotas for the requests of one router."""
 
     def __init__(self, store: QuotaStore | None = None, clock: Clock | None = None, owner: str = "") -> None:
@@ -66,7 +66,7 @@ class QuotaDesk:
             return None
         return RequestQuota(self, caller, f"{self._owner}/{next(self._numbers)}", on_refused)
 
-    def saw(self, caller: Caller, rates: Sequence[RateUse], levels_s: Sequence[float]) -> None:
+    def remember(self, caller: Caller, rates: Sequence[RateUse], levels_s: Sequence[float]) -> None:
         """Remember how much of its rates a caller has left."""
         name = (caller.tenant, caller.key_id)
         self._seen[name] = _Seen(rates, levels_s, self.clock.monotonic())
@@ -82,7 +82,7 @@ class QuotaDesk:
             changes = {rate.name: change_s for rate, change_s in zip(rates, changes_s, strict=True)}
             pairs = zip(seen.rates, seen.levels_s, strict=True)
             levels_s = [max(0.0, max(0.0, level_s - passed_s) + changes.get(rate.name, 0.0)) for rate, level_s in pairs]
-            self.saw(caller, seen.rates, levels_s)
+            self.remember(caller, seen.rates, levels_s)
 
     def rate_limits(self, caller: Caller) -> Sequence[RateLimit]:
         """The limits of requests and of tokens of which the caller has least left; none before its first request."""
@@ -102,8 +102,8 @@ class QuotaDesk:
 class RequestQuota:
     """What one request takes, and gives back when it has ended."""
 
-    def __init__(self, desk: QuotaDesk, caller: Caller, lease: str, on_refused: Callable[[str], None]) -> None:
-        self._desk = desk
+    def __init__(self, limiter: RateLimiter, caller: Caller, lease: str, on_refused: Callable[[str], None]) -> None:
+        self._limiter = limiter
         self._caller = caller
         self._on_refused = on_refused
         self._use = QuotaUse(lease)
@@ -133,7 +133,7 @@ class RequestQuota:
         and the place that it has at a router that died is free only when the lease expires.
         """
         self.num_paid = None
-        rooms = [RoomUse(room.name, 0) for room in _rooms(self._caller)]
+        rooms = [ConcurrencyUse(room.name, 0) for room in _rooms(self._caller)]
         with contextlib.suppress(QuotaUnknown):
             await self._take(list(_rates(self._caller, 0, 0, is_request=False)), rooms)
 
@@ -150,43 +150,49 @@ class RequestQuota:
         self._is_held = False
         is_known = num_used is not None and self.num_paid is not None
         num_own = max(0, (num_used or 0) - (self.num_paid or 0))
-        since_s = self._desk.clock.monotonic() - self._taken_at
+        since_s = self._limiter.clock.monotonic() - self._taken_at
         changes_s = [
             unused_s(rate, num_own, since_s) if is_known and _kind(rate.name).startswith("tokens") else 0.0
             for rate in self._use.rates
         ]
-        self._desk.store.give_back(self._use, changes_s)
-        self._desk.gave_back(self._caller, self._use.rates, changes_s)
+        self._limiter.store.give_back(self._use, changes_s)
+        self._limiter.gave_back(self._caller, self._use.rates, changes_s)
 
-    async def _take(self, rates: Sequence[RateUse], rooms: Sequence[RoomUse]) -> None:
+    async def _take(self, rates: Sequence[RateUse], rooms: Sequence[ConcurrencyUse]) -> None:
         use = self._use = QuotaUse(self._use.lease, rates, rooms)
-        self._taken_at = self._desk.clock.monotonic()
+        self._taken_at = self._limiter.clock.monotonic()
         try:
-            taken = await self._desk.store.take(use)
+            taken = await self._limiter.store.take(use)
         except Unreachable:
             # The message is for clients, which need not know where it is.
             self._on_refused("unreachable")
             raise QuotaUnknown("the registry does not say what is used of the quotas of this API key") from None
-        self._desk.saw(self._caller, rates, taken.levels_s)
+        self._limiter.remember(self._caller, rates, taken.levels_s)
         if taken.short_of is None:
             self._is_held = True
             return
         if taken.short_of >= len(rates):
             room = use.rooms[taken.short_of - len(rates)]
             self._on_refused("max_concurrent")
-            raise QuotaExceeded(f"{self._named(f'{room.name}:max_concurrent', room.limit)} run", taken.wait_s)
+            raise QuotaExceeded(all_run(self._whose(room.name), room.limit), taken.wait_s)
         rate = rates[taken.short_of]
         self._on_refused(_kind(rate.name))
         why = f"this request may take {rate.cost:g} and has to wait for {taken.wait_s:.3g} s"
         raise QuotaExceeded(f"{self._named(rate.name, rate.limit)} are used, and {why}", taken.wait_s)
 
     def _named(self, name: str, limit: int) -> str:
-        whose = f"tenant {self._caller.tenant}" if name.startswith("tenant:") else "this API key"
-        return f"{_kind(name)} of {whose}: {limit} {_UNITS[_kind(name)]}"
+        return f"{_kind(name)} of {self._whose(name)}: {limit} {_UNITS[_kind(name)]}"
+
+    def _whose(self, name: str) -> str:
+        return f"tenant {self._caller.tenant}" if name.startswith("tenant:") else "this API key"
+
+
+def all_run(whose: str, limit: int) -> str:
+    """Why a request beyond `max_concurrent` is refused."""
+    return f"max_concurrent of {whose}: {limit} requests, as many as may, run"
 
 
 _UNITS = {
-    "max_concurrent": "requests, as many as may,",
     "requests_per_minute": "requests a minute",
     "tokens_per_minute": "tokens a minute",
     "tokens_per_day": "tokens a day",
@@ -208,11 +214,11 @@ def _rates(caller: Caller, num_prompt: int, num_output: int, *, is_request: bool
             yield RateUse(f"{owner}:{kind}", limit, period_s, cost)
 
 
-def _rooms(caller: Caller) -> Iterator[RoomUse]:
+def _rooms(caller: Caller) -> Iterator[ConcurrencyUse]:
     if caller.is_counted:
-        yield RoomUse(f"tenant:{caller.tenant}", caller.max_concurrent or 0)
+        yield ConcurrencyUse(f"tenant:{caller.tenant}", caller.max_concurrent or 0)
     if caller.key_quotas.max_concurrent is not None:
-        yield RoomUse(f"key:{caller.key_id}", caller.key_quotas.max_concurrent)
+        yield ConcurrencyUse(f"key:{caller.key_id}", caller.key_quotas.max_concurrent)
 
 
 def _quotas(caller: Caller) -> Sequence[tuple[str, Quotas]]:

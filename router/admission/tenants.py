@@ -10,16 +10,16 @@ from baton.errors import QuotaExceeded
 from baton.messages.generation import GenerateEvent
 from baton.observe.metrics import Figure
 from baton.security.matrix import Caller
-from router.admission.quotas import QuotaDesk, RateLimit, RequestQuota
+from router.admission.quotas import RateLimit, RateLimiter, RequestQuota, all_run
 from router.admission.tenant_figures import TenantLabels
 
 
 class Tenants:
     """The tenants of one router. Operators choose their names, which are no secret; keys are not known here."""
 
-    def __init__(self, *, labels: TenantLabels | None = None, desk: QuotaDesk | None = None) -> None:
+    def __init__(self, *, labels: TenantLabels | None = None, limiter: RateLimiter | None = None) -> None:
         """`labels`: those of all metrics by tenant."""
-        self._desk = desk or QuotaDesk()
+        self._limiter = limiter or RateLimiter()
         self._running: Counter[str] = Counter()
         self._accepted: Counter[str] = Counter()
         self._refused: Counter[tuple[str, str]] = Counter()
@@ -40,18 +40,16 @@ class Tenants:
         tenant, label = caller.tenant, self._labels.of(caller.tenant)
         if caller.max_concurrent is not None and self._running[tenant] >= caller.max_concurrent:
             self._refused[label, "max_concurrent"] += 1
-            raise QuotaExceeded(
-                f"max_concurrent of tenant {tenant}: {caller.max_concurrent} requests, as many as may, run"
-            )
+            raise QuotaExceeded(all_run(f"tenant {tenant}", caller.max_concurrent))
         place = _Place(lambda: self._request_over(tenant))
-        events = begin(place.give_back, self._desk.open(caller, lambda why: self._refuse(label, why)))
+        events = begin(place.give_back, self._limiter.open(caller, lambda why: self._refuse(label, why)))
         self._accepted[label] += 1
         self._running[tenant] += 1
         return _Counted(events, place)
 
     def rate_limits(self, caller: Caller) -> Sequence[RateLimit]:
-        """What a caller has left of its quotas; see `QuotaDesk.rate_limits`."""
-        return self._desk.rate_limits(caller)
+        """What a caller has left of its quotas; see `RateLimiter.rate_limits`."""
+        return self._limiter.rate_limits(caller)
 
     def figures(self) -> Iterator[Figure]:
         """The metrics, by tenant."""

@@ -139,9 +139,7 @@ def _tenants(tenants: TenantRows) -> list[dict[str, Any]]:
             "running": row.running,
             "waiting": row.waiting,
             "share": round(row.served_last_minute / served, 4) if served else None,
-            "wait_ms": round(1e3 * row.waited_s_last_minute / row.placed_last_minute, 1)
-            if row.placed_last_minute
-            else None,
+            "wait_ms": None if row.mean_wait_s is None else round(1e3 * row.mean_wait_s, 1),
         }
         for row in tenants.tenants
         if row.tenant and (row.running or row.waiting or row.placed_last_minute or row.served_last_minute)

@@ -16,10 +16,10 @@ from baton.errors import ConfigError, Unreachable
 from baton.registry.quotas import (
     FULL_ROOM_WAIT_S,
     LEASE_S,
+    ConcurrencyUse,
     QuotaStore,
     QuotaUse,
     RateUse,
-    RoomUse,
     Taken,
     unused_s,
 )
@@ -101,7 +101,7 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
 
 
 def use(
-    lease: str, tokens: float = 0, most: int = 1000, rooms: Sequence[RoomUse] = (), *, period_s: float = 60.0
+    lease: str, tokens: float = 0, most: int = 1000, rooms: Sequence[ConcurrencyUse] = (), *, period_s: float = 60.0
 ) -> QuotaUse:
     rates = [RateUse("tenant:acme:tokens_per_minute", most, period_s, tokens)] if tokens else []
     return QuotaUse(lease, rates, rooms)
@@ -128,12 +128,12 @@ async def test_nothing_is_taken_of_any_limit_if_one_of_them_is_short(store: Stor
     router = store.router()
     rates = [RateUse("requests", 2, 60.0, 1), RateUse("tokens", 100, 60.0, 60)]
     for lease, short_of in (("a", None), ("b", 1), ("c", 1)):
-        assert (await router.take(QuotaUse(lease, rates, [RoomUse("r", 2)]))).short_of == short_of
+        assert (await router.take(QuotaUse(lease, rates, [ConcurrencyUse("r", 2)]))).short_of == short_of
     # The refused ones have taken neither a request nor a place.
-    assert shown(await router.take(QuotaUse("d", rates[:1], [RoomUse("r", 2)]))) == ([60.0], None, 0.0)
-    full = await router.take(QuotaUse("e", [RateUse("tokens", 100, 60.0, 1)], [RoomUse("r", 2)]))
+    assert shown(await router.take(QuotaUse("d", rates[:1], [ConcurrencyUse("r", 2)]))) == ([60.0], None, 0.0)
+    full = await router.take(QuotaUse("e", [RateUse("tokens", 100, 60.0, 1)], [ConcurrencyUse("r", 2)]))
     assert (full.short_of, full.wait_s) == (1, FULL_ROOM_WAIT_S)
-    longest = await router.take(QuotaUse("e", rates, [RoomUse("r", 2)]))
+    longest = await router.take(QuotaUse("e", rates, [ConcurrencyUse("r", 2)]))
     assert shown(longest)[1:] == (0, 30.0), "the longest wait is told"
 
 
@@ -159,9 +159,9 @@ async def test_what_the_bucket_has_filled_again_does_not_come_back_twice(store: 
 
 async def test_a_room_has_as_many_leases_as_its_limit_over_all_routers(store: Store) -> None:
     one, two = store.router(), store.router()
-    room = [RoomUse("tenant:acme", 2)]
+    room = [ConcurrencyUse("tenant:acme", 2)]
     assert (await one.take(use("a", rooms=room))).short_of is None
-    assert (await two.take(use("b", rooms=[RoomUse("tenant:acme", 0)]))).short_of is None
+    assert (await two.take(use("b", rooms=[ConcurrencyUse("tenant:acme", 0)]))).short_of is None
     assert (await two.take(use("c", rooms=room))).short_of == 0
     one.give_back(use("a", rooms=room), ())
     one.give_back(use("a", rooms=room), ())
@@ -172,7 +172,7 @@ async def test_a_room_has_as_many_leases_as_its_limit_over_all_routers(store: St
 
 async def test_leases_of_a_router_that_died_expire_and_those_of_others_are_renewed(store: Store) -> None:
     dead, alive = store.router(), store.router()
-    room = [RoomUse("tenant:acme", 2)]
+    room = [ConcurrencyUse("tenant:acme", 2)]
     await dead.take(use("a", rooms=room))
     await alive.take(use("b", rooms=room))
     store.clock.advance(LEASE_S - 0.1)
@@ -185,7 +185,7 @@ async def test_leases_of_a_router_that_died_expire_and_those_of_others_are_renew
 
 async def test_leases_are_renewed_while_calls_come_all_the_time(store: Store) -> None:
     router, other = store.router(), store.router()
-    room, is_over = [RoomUse("tenant:acme", 1)], asyncio.Event()
+    room, is_over = [ConcurrencyUse("tenant:acme", 1)], asyncio.Event()
 
     async def ask(lease: str) -> None:
         while not is_over.is_set():
@@ -226,7 +226,7 @@ async def test_nobody_waits_for_longer_if_the_clock_is_set_back(store: Store) ->
 
 async def test_a_router_that_closes_gives_its_leases_back(store: Store) -> None:
     one, two = store.router(), store.router()
-    room = [RoomUse("tenant:acme", 1)]
+    room = [ConcurrencyUse("tenant:acme", 1)]
     await one.take(use("a", rooms=room))
     await one.close()
     assert (await two.take(use("b", rooms=room))).short_of is None
@@ -234,7 +234,7 @@ async def test_a_router_that_closes_gives_its_leases_back(store: Store) -> None:
 
 async def test_nothing_is_taken_while_the_store_is_away_and_routers_go_on_when_it_is_back(store: Store) -> None:
     router = store.router()
-    room = [RoomUse("tenant:acme", 1)]
+    room = [ConcurrencyUse("tenant:acme", 1)]
     await router.take(use("a", rooms=room))
     await store.stop()
     answers = await asyncio.gather(*(router.take(use(str(n), 1)) for n in range(20)), return_exceptions=True)

@@ -17,10 +17,8 @@ from baton.bench.workloads.workload import Workload, WorkloadRequest
 from baton.did_you_mean import did_you_mean
 from baton.errors import ConfigError, InvalidRequest
 from baton.security.keys import check_tenant
-from baton.security.quotas import MAX_WEIGHT, MIN_WEIGHT
+from baton.security.quotas import MAX_WEIGHT, MIN_WEIGHT, KeyClass
 
-CLASSES = ("urgent", "normal", "batch")
-"""The names of `ServiceClass` of the router."""
 _MOST_TENANTS = 1000
 _FIELDS = {
     "name": "name",
@@ -46,8 +44,7 @@ class TenantLoad:
     end_s: float = math.inf
     """Infinite: until the end of the load."""
     weight: float = 1.0
-    service_class: str = "normal"
-    """One of CLASSES."""
+    service_class: KeyClass = KeyClass.NORMAL
     input_len: int | None = None
     """Tokens of a prompt; None: as the workload says."""
     output_len: int | None = None
@@ -92,9 +89,9 @@ def _value(key: str, text: str) -> Any:
             raise _wrong(str(error)) from None
         return text
     if key == "class":
-        if text not in CLASSES:
-            raise _wrong(f"class {text!r} is not one of {', '.join(CLASSES)}")
-        return text
+        if text not in [*KeyClass]:
+            raise _wrong(f"class {text!r} is not one of {', '.join(KeyClass)}")
+        return KeyClass(text)
     try:
         number = int(text) if key.endswith("-len") else float(text)
     except ValueError:

@@ -402,7 +402,7 @@ def _tenant_cells(each: TenantShare, wide: bool) -> Sequence[str]:
         str(row.waiting),
         "-" if each.share is None else f"{100 * each.share:.1f}%",
         f"{row.served_last_minute:.0f}",
-        "-" if each.mean_wait_s is None else brief_ms(1e3 * each.mean_wait_s),
+        "-" if each.row.mean_wait_s is None else brief_ms(1e3 * each.row.mean_wait_s),
         f"{row.lag_tokens:.0f}",
         f"{row.served_tokens:.0f}",
     ]

@@ -34,7 +34,16 @@ from baton.messages.request_limits import MAX_PRIORITY, MIN_PRIORITY
 from baton.security.access import DEFAULT_CLUSTER
 from baton.security.keys import NO_SETTINGS, ApiKey, KeyFile, new_key, read_key_file, write_keys
 from baton.security.matrix import CallerRole
-from baton.security.quotas import MAX_QUOTA, MAX_WEIGHT, MIN_WEIGHT, QUOTA_NAMES, KeyClass, Quotas, TenantSettings
+from baton.security.quotas import (
+    KEY_FIELDS,
+    MAX_QUOTA,
+    MAX_WEIGHT,
+    MIN_WEIGHT,
+    TENANT_FIELDS,
+    KeyClass,
+    Quotas,
+    TenantSettings,
+)
 
 _FileArgument = Annotated[Path, typer.Argument(help="File of keys, as given to routers and nodes.")]
 _LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -209,7 +218,7 @@ def _changed_tenant(settings: TenantSettings, changes: Mapping[str, str]) -> Ten
     """Raises UsageError."""
     if "weight" in changes:
         settings = replace(settings, weight=_weight(changes["weight"]))
-    return replace(settings, quotas=_changed_quotas(settings.quotas, changes, "max_concurrent"))
+    return replace(settings, quotas=_changed_quotas(settings.quotas, changes, TENANT_FIELDS))
 
 
 def _changed_key(key: ApiKey, changes: Mapping[str, str]) -> ApiKey:
@@ -224,16 +233,15 @@ def _changed_key(key: ApiKey, changes: Mapping[str, str]) -> ApiKey:
         key = replace(key, min_priority=least)
     if "max_concurrent" in changes:
         key = replace(key, max_concurrent=_number("max_concurrent", changes["max_concurrent"], 1, MAX_QUOTA))
-    return replace(key, quotas=_changed_quotas(key.quotas, changes, "max_concurrent_of_key"))
+    return replace(key, quotas=_changed_quotas(key.quotas, changes, KEY_FIELDS))
 
 
-def _changed_quotas(quotas: Quotas, changes: Mapping[str, str], concurrent: str) -> Quotas:
-    """`concurrent`: the option of the limit of concurrent requests. Raises UsageError."""
-    options = {name: concurrent if name == "max_concurrent" else name for name in QUOTA_NAMES}
+def _changed_quotas(quotas: Quotas, changes: Mapping[str, str], options: Mapping[str, str]) -> Quotas:
+    """`options`: the option of each limit. Raises UsageError."""
     limits = {
         name: _number(option, changes[option], 1, MAX_QUOTA) for name, option in options.items() if option in changes
     }
-    return Quotas(**{**quotas.written(), **limits})
+    return replace(quotas, **limits)
 
 
 def _weight(text: str) -> float:
@@ -289,7 +297,7 @@ def list_keys(
         if content.tenants:
             print_text()
             rows = [
-                [name, f"{settings.weight:g}", *map(_shown, _limits(settings.quotas).values())]
+                [name, f"{settings.weight:g}", *map(_shown, settings.quotas.named(TENANT_FIELDS).values())]
                 for name, settings in content.tenants.items()
             ]
             print_table(["TENANT", "WEIGHT", "MAX", *_RATE_COLUMNS], rows, headers=not no_headers)
@@ -326,7 +334,7 @@ _RATE_COLUMNS = ("REQ/MIN", "TOK/MIN", "TOK/DAY")
 
 
 def _row(key: ApiKey) -> list[str]:
-    own = [_shown(limit) for limit in _limits(key.quotas).values()]
+    own = [_shown(limit) for limit in key.quotas.named(KEY_FIELDS).values()]
     settings = [_shown(each) for each in (key.service_class, key.max_concurrent, key.min_priority)]
     return [key.key_id, key.tenant, key.role.value, *settings, *own, key.created]
 
@@ -335,12 +343,7 @@ def _shown(setting: object) -> str:
     return "-" if setting is None else str(setting)
 
 
-def _limits(quotas: Quotas) -> Mapping[str, int | None]:
-    return {name: getattr(quotas, name) for name in QUOTA_NAMES}
-
-
 def _key_json(key: ApiKey) -> dict[str, object]:
-    limits = dict(_limits(key.quotas))
     return {
         "id": key.key_id,
         "tenant": key.tenant,
@@ -348,14 +351,13 @@ def _key_json(key: ApiKey) -> dict[str, object]:
         "class": key.service_class and key.service_class.value,
         "max_concurrent": key.max_concurrent,
         "min_priority": key.min_priority,
-        "max_concurrent_of_key": limits.pop("max_concurrent"),
-        **limits,
+        **key.quotas.named(KEY_FIELDS),
         "created": key.created,
     }
 
 
 def _tenant_json(settings: TenantSettings) -> dict[str, object]:
-    return {"weight": settings.weight, **_limits(settings.quotas)}
+    return {"weight": settings.weight, **settings.quotas.named(TENANT_FIELDS)}
 
 
 @contextmanager

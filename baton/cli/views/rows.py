@@ -68,11 +68,6 @@ class TenantShare:
     share: float | None
     """Its share of what all tenants were served in the last minute, 0 to 1; None: that is nothing."""
 
-    @property
-    def mean_wait_s(self) -> float | None:
-        """What its requests that got nodes in the last minute had waited; None: there are none."""
-        return self.row.waited_s_last_minute / self.row.placed_last_minute if self.row.placed_last_minute else None
-
 
 _SUMS = (
     *("running", "waiting", "served_tokens", "served_last_minute", "placed_last_minute", "waited_s_last_minute"),
@@ -103,4 +98,4 @@ def tenant_shares(answers: Sequence[TenantRows]) -> list[TenantShare]:
 
 def tenant_json(each: TenantShare) -> dict[str, Any]:
     """A tenant as a JSON object."""
-    return {**asdict(each.row), "share_last_minute": each.share, "mean_wait_s": each.mean_wait_s}
+    return {**asdict(each.row), "share_last_minute": each.share, "mean_wait_s": each.row.mean_wait_s}

@@ -21,7 +21,6 @@ from baton.security.keys import (
     bearer_key,
     new_key,
     read_key_file,
-    read_keys,
     write_keys,
 )
 from baton.security.matrix import CallerRole
@@ -41,7 +40,7 @@ def add(
     min_priority: int | None = None,
 ) -> str:
     key, entry = new_key(tenant, role, "2026-01-02", most, min_priority)
-    write_keys(file, [*(read_keys(file) if file.exists() else ()), entry])
+    write_keys(file, [*(read_key_file(file).keys if file.exists() else ()), entry])
     return key
 
 
@@ -60,8 +59,8 @@ def test_a_key_identifies_its_tenant_and_role(file: Path) -> None:
     found = ring.caller(client, 0.0)
     assert (found.tenant, found.role, found.max_concurrent) == ("acme", CallerRole.CLIENT, 3)
     assert ring.caller(operator, 0.0).role is CallerRole.OPERATOR
-    assert found.key_id == read_keys(file)[0].sha256[:8]
-    for wrong in ("", client[:-1], client + "x", client.upper(), read_keys(file)[0].sha256, "\ud800", "ß"):
+    assert found.key_id == read_key_file(file).keys[0].sha256[:8]
+    for wrong in ("", client[:-1], client + "x", client.upper(), read_key_file(file).keys[0].sha256, "\ud800", "ß"):
         with pytest.raises(Unauthenticated):
             ring.caller(wrong, 0.0)
 
@@ -121,7 +120,7 @@ def test_a_change_of_the_file_is_seen_within_a_second(file: Path) -> None:
     with pytest.raises(Unauthenticated):
         ring.caller(second, 10.5)
     assert ring.caller(second, 11.0).tenant == "other"
-    write_keys(file, read_keys(file)[1:])
+    write_keys(file, read_key_file(file).keys[1:])
     with pytest.raises(Unauthenticated):
         ring.caller(first, 12.0)
     assert ring.caller(second, 12.0).tenant == "other"

@@ -32,6 +32,7 @@ from baton.bench.workloads.workload import WorkloadRequest, unique_piece
 from baton.cli.main import main
 from baton.errors import InvalidRequest
 from baton.messages.node import Role
+from baton.security.quotas import KeyClass
 from router.placement.placement import takes_no_stream
 from tests.support.outside import assert_result_as_frozen
 
@@ -267,12 +268,12 @@ def _keys(value: Any) -> list[tuple[Any, ...]]:
 @given(
     st.sampled_from(["colocated:2", "conditional:1p1d"]),
     st.integers(2, 6),
-    st.lists(st.sampled_from(["normal", "urgent", "batch"]), min_size=1, max_size=3),
+    st.lists(st.sampled_from(KeyClass), min_size=1, max_size=3),
     st.integers(0, 1 << 30),
 )
 @settings(max_examples=8, deadline=None)
 def test_no_request_waits_while_a_node_has_room_for_it(
-    arrangement: str, seats: int, classes: list[str], seed: int
+    arrangement: str, seats: int, classes: list[KeyClass], seed: int
 ) -> None:
     rng, requests = random.Random(seed), list[WorkloadRequest]()
     loads = [

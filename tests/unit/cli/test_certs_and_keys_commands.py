@@ -12,7 +12,7 @@ from cryptography import x509
 
 from baton.cli.main import main
 from baton.errors import ConfigError, ExitCode
-from baton.security.keys import KeyRing, read_key_file, read_keys
+from baton.security.keys import KeyRing, read_key_file
 from baton.security.matrix import CallerRole
 from baton.security.quotas import Quotas, TenantSettings
 from baton.security.tls_files import TlsFiles, certificate_files
@@ -89,7 +89,7 @@ def test_a_key_is_created_listed_and_revoked(tmp_path: Path, capsys: pytest.Capt
     assert [entry["tenant"] for entry in listed["keys"]] == ["acme", "default"]
     assert [entry["min_priority"] for entry in listed["keys"]] == [None, -3]
     assert main(["keys", "revoke", file, listed["keys"][0]["id"]]) == 0
-    assert [entry.tenant for entry in read_keys(Path(file))] == ["default"]
+    assert [entry.tenant for entry in read_key_file(Path(file)).keys] == ["default"]
     assert main(["keys", "revoke", file, "00000000"]) == ExitCode.NOT_FOUND
     capsys.readouterr()
     assert main(["keys", "list", file]) == 0
@@ -104,7 +104,7 @@ def test_limits_are_given_changed_and_removed(tmp_path: Path, capsys: pytest.Cap
     words = ["--tenant", "acme", "--weight", "3", "--class", "urgent", "--tokens-per-minute", "1000"]
     assert main(["keys", "add", file, *words]) == 0
     assert main(["keys", "set", file, "--tenant", "acme", "--requests-per-minute", "60", "--max-concurrent", "8"]) == 0
-    (key_id,) = (key.key_id for key in read_keys(Path(file)))
+    (key_id,) = (key.key_id for key in read_key_file(Path(file)).keys)
     changes = ["--class", "none", "--min-priority", "-5", "--max-concurrent-of-key", "2"]
     assert main(["keys", "set", file, "--key", key_id, *changes]) == 0
     assert main(["keys", "add", file, "--tenant", "acme"]) == 0

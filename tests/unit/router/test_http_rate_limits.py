@@ -8,7 +8,7 @@ import pytest
 
 from baton.errors import QuotaExceeded
 from baton.security.http_access import PageAuthenticator
-from baton.security.keys import KeyRing, read_keys, write_keys
+from baton.security.keys import KeyRing, read_key_file, write_keys
 from baton.security.quotas import Quotas, TenantSettings
 from router.admission.quotas import RateLimit
 from router.http.rate_limits import NAMES, duration
@@ -32,7 +32,7 @@ def rig_of(folder: Path, settings: TenantSettings) -> tuple[HttpRig, dict[str, s
     """A front, and the headers of a client whose tenant has these settings."""
     _, (key,) = authenticator(folder, "acme")
     (file,) = folder.iterdir()
-    write_keys(file, read_keys(file), {"acme": settings})
+    write_keys(file, read_key_file(file).keys, {"acme": settings})
     rig = HttpRig(authenticator=PageAuthenticator("127.0.0.1", "", KeyRing(file)))
     rig.handler.limits = LIMITS
     return rig, {"authorization": f"Bearer {key}"}

@@ -18,7 +18,7 @@ from baton.messages.sampling import SamplingParams
 from baton.registry.quotas import LEASE_S
 from baton.security.matrix import Caller, CallerRole, current_caller
 from baton.security.quotas import Quotas
-from router.admission.quotas import QuotaDesk, RateLimit
+from router.admission.quotas import RateLimit, RateLimiter
 from router.admission.request import ValidRequest
 from router.admission.tenants import Tenants
 from router.front import GenerationHandler
@@ -40,7 +40,7 @@ class Front:
         self.rig = rig
         self._count = 0
         self.store = FakeQuotas(server)
-        self.tenants = Tenants(desk=QuotaDesk(self.store, server.clock, name))
+        self.tenants = Tenants(limiter=RateLimiter(self.store, server.clock, name))
         self.handler = GenerationHandler(rig.dispatcher, FakeTokenizer(), lambda: CARD, self.tenants)
 
     def ask(self, caller: Caller, **fields: Any) -> AsyncGenerator[GenerateEvent, None]:

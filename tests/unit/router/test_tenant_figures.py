@@ -90,7 +90,7 @@ def test_shares_are_those_of_all_routers() -> None:
     more = replace(row, service_class="urgent", weight=3.0, served_last_minute=20.0, placed_last_minute=4)
     first, second = tenant_shares([left_out, TenantRows([more, other], served_last_minute=60.0)])
     assert (first.row.tenant, first.share, second.share) == ("a", 0.4, 0.2)
-    assert (first.row.service_class, first.row.weight, first.row.running, first.mean_wait_s) == (
+    assert (first.row.service_class, first.row.weight, first.row.running, first.row.mean_wait_s) == (
         "normal,urgent",
         3.0,
         2,

@@ -46,11 +46,18 @@ class CountingReadLayers(TorchOperations):
     def __init__(self) -> None:
         super().__init__(1)
         self.most = 0
+        self._others = self._layers()
+        """Layers of models that were loaded before, and are kept or not yet collected."""
 
     def pack(self, *weights: Weight) -> TorchWeight | TorchStack:
-        layers = [each for each in gc.get_objects() if type(each) is StoredLinear]
-        self.most = max(self.most, sum(layer._held is not None for layer in layers))
+        others = set(map(id, self._others))
+        own = [layer for layer in self._layers() if id(layer) not in others]
+        self.most = max(self.most, sum(layer._held is not None for layer in own))
         return super().pack(*weights)
+
+    @staticmethod
+    def _layers() -> list[StoredLinear]:
+        return [each for each in gc.get_objects() if type(each) is StoredLinear]
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,7 @@ def rows_of(result: dict[str, Any], period: int = -1) -> dict[str, dict[str, Any
         ("name=a,rate=x", "not a number"),
         ("name=a,rate=1,weight=0.001", "from 0.01 to 1000"),
         ("name=a,rate=1,weight=nan", "from 0.01 to 1000"),
-        ("name=a,rate=1,class=vip", "urgent, normal, batch"),
+        ("name=a,rate=1,class=vip", "batch, normal, urgent"),
         ("name=a,rate=1,from=-1", "from 0 on"),
         ("name=a,rate=1,from=9,until=9", "until must be later"),
         ("name=a,rate=1,from=100", "raise --duration"),

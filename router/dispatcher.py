@@ -113,8 +113,7 @@ class Dispatcher:
         """
 
         def admitted(started: float) -> Awaitable[ActiveRequest]:
-            call = ClientCall(started, timeout_s, raw.traceparent, max(1, raw.call), raw.delivery)
-            return self._admit(raw, call, quota)
+            return self._admit(raw, started, timeout_s, quota)
 
         return self._stream(admitted, take, raw.constraint_field, on_finished, quota)
 
@@ -197,7 +196,9 @@ class Dispatcher:
             if is_own:
                 self.requests.close(active)
 
-    async def _admit(self, raw: GenerateRequest, call: ClientCall, quota: RequestQuota | None) -> ActiveRequest:
+    async def _admit(
+        self, raw: GenerateRequest, started: float, timeout_s: float | None, quota: RequestQuota | None
+    ) -> ActiveRequest:
         with self._counted_if_rejected():
             if self._draining:
                 raise self._shutting_down()
@@ -211,7 +212,9 @@ class Dispatcher:
             if quota is not None:
                 num_prompt, is_request = request.num_prompt_tokens, not raw.is_further_part
                 await quota.take(num_prompt, request.most_output_tokens, is_request=is_request)
-            call = replace(call, service_class=service_class, weight=raw.weight)
+            call = ClientCall(
+                started, timeout_s, raw.traceparent, max(1, raw.call), raw.delivery, service_class, raw.weight
+            )
             return self._open(request, Answer(self._codec, request), call)
 
     async def _resume(

@@ -35,7 +35,7 @@ ReasoningBegin = Literal["none", "closed", "open"]
 """Whether a text may begin with reasoning: not at all, behind a marker, or at once, where the prompt has opened it."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class GenerateRequest:
     """A client's request as it arrived, before any check. None stands for an absent field."""
 
@@ -120,7 +120,7 @@ class GenerateRequest:
     """JSON schemas that are checked and otherwise not used, by the field that a refusal names."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Accepted:
     """The first event of a stream: the router has admitted the request."""
 
@@ -206,7 +206,7 @@ class Path:
     """Why the router chose these nodes."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Finished:
     """The last event of a stream that ended without an error."""
 

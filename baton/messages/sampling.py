@@ -43,7 +43,7 @@ class Constraint(NamedTuple):
     kind: ConstraintKind = "json_schema"
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SamplingParams:
     """The parameters by which tokens are sampled and the output ends. The router validates them; the engine does not.
 

@@ -30,7 +30,7 @@ class Quotas:
     tokens_per_day: int | None = None
 
     def __bool__(self) -> bool:
-        return any(getattr(self, name) is not None for name in QUOTA_NAMES)
+        return self != NO_QUOTAS
 
     def named(self, names: Mapping[str, str]) -> dict[str, int | None]:
         """The limits, each by what `names` calls it."""

@@ -52,7 +52,7 @@ class Choice:
         return {**on_decode, self.placement.prompt_node.incarnation: self.way.terms.cached_tokens}
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class MeasuredTimes:
     """The measured times of a request that ended well."""
 

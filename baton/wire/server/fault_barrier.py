@@ -46,6 +46,8 @@ class FaultBarrier(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         """`stall_s`: seconds that a client of the public service may take to read one message."""
         self._stall_s = stall_s
         self.authenticator = authenticator or Authenticator()
+        self._guarded: dict[str, tuple[Any, Any]] = {}
+        """By method, the handler that the server has for it, and what it became."""
 
     async def intercept_service(
         self,
@@ -62,6 +64,13 @@ class FaultBarrier(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         handler = await continuation(handler_call_details)
         if handler is None or not method.startswith(_BATON_PREFIX):
             return handler
+        known, guarded = self._guarded.get(method, (None, None))
+        if known is not handler:
+            guarded = self._guard(handler, method)
+            self._guarded[method] = handler, guarded
+        return guarded
+
+    def _guard(self, handler: Any, method: str) -> Any:
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         make = _FACTORIES[handler.request_streaming, handler.response_streaming]
         read = _reader(handler.request_deserializer, is_stream=handler.request_streaming)

@@ -54,8 +54,8 @@ from baton.wire.codec.generation import (
 from baton.wire.http2.call import Call
 
 SERVICE_NAME = "baton.v1.Generation"
-_SMALL_BYTES = 16 << 10
-"""Size up to which the fields of a message are listed without further checks."""
+_MAX_UNKNOWN_BYTES = 16 << 10
+"""The most bytes of unknown fields of which the first one is looked for, to name it."""
 _FEW_NUMBERS = 4096
 """The most numbers of vectors that are put into a message on the event loop."""
 
@@ -269,7 +269,7 @@ def _check_message(request: Message, num_row_bytes: int = 0) -> None:
     num_bytes = request.ByteSize()
     if num_bytes - num_row_bytes > MAX_REQUEST_BYTES:
         raise InvalidRequest("request", f"has {num_bytes} bytes; at most {MAX_REQUEST_BYTES} are taken")
-    if num_bytes <= _SMALL_BYTES or _may_have_unknown_fields(request, num_bytes):
+    if _may_have_unknown_fields(request, num_bytes):
         _refuse_unknown_fields(request, "")
 
 
@@ -294,7 +294,7 @@ def check_count(field: str, values: Sized, most: int, what: str = "entries") -> 
 
 
 def _may_have_unknown_fields(request: Message, num_bytes: int) -> bool:
-    """Whether a large message may have unknown fields.
+    """Whether a message may have unknown fields.
 
     Raises InvalidRequest when there are so many that listing them would take a second.
     """
@@ -302,7 +302,7 @@ def _may_have_unknown_fields(request: Message, num_bytes: int) -> bool:
     known.CopyFrom(request)
     known.DiscardUnknownFields()
     num_unknown_bytes = num_bytes - known.ByteSize()
-    if num_unknown_bytes > _SMALL_BYTES:
+    if num_unknown_bytes > _MAX_UNKNOWN_BYTES:
         raise InvalidRequest("request", f"has {num_unknown_bytes} bytes in fields that this version does not know")
     return num_unknown_bytes > 0
 

@@ -339,6 +339,8 @@ class AdmissionQueue(Generic[T]):
         """The next request, if any waits."""
         if self._retries:
             return self._retries[0]
+        if not self._num_new:
+            return None
         firsts = (self._classes[name].first() for name in self.urgent.order)
         return next((first for first in firsts if first is not None), None)
 

@@ -97,6 +97,8 @@ class CostTable:
         self._rank, self._kind, self._size = (np.zeros(count, np.int64) for _ in range(3))
         self._full, self._left_out = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
         self._no_stream = np.zeros(count, np.bool_)
+        self._full_rows, self._left_out_rows = set[int](), set[int]()
+        """The rows that are True in `_full` and in `_left_out`: mostly none."""
         self._version = np.zeros(count, np.int64)
 
     # --- keeping the rows up to date ---
@@ -155,8 +157,11 @@ class CostTable:
 
     def _note_candidate(self, row: int, candidate: Candidate) -> None:
         self._of_row[row] = candidate
-        self._full[row], self._left_out[row] = candidate.lack is not None, candidate.is_left_out
-        self._no_stream[row] = takes_no_stream(candidate)
+        self._full[row] = is_full = candidate.lack is not None
+        self._left_out[row] = is_left_out = candidate.is_left_out
+        self._no_stream[row] = is_full and takes_no_stream(candidate)
+        (self._full_rows.add if is_full else self._full_rows.discard)(row)
+        (self._left_out_rows.add if is_left_out else self._left_out_rows.discard)(row)
         self._order[row] = candidate.last_chosen << _RANK_BITS | int(self._rank[row])
         self._stale.add(row)
 
@@ -202,7 +207,7 @@ class CostTable:
         `with_room`: without full nodes, unless all nodes of a role that may serve it are full.
         """
         able = self._may_serve(demand.origin)
-        if with_room and self._full.any():
+        if with_room and self._full_rows:
             full, split = self._full, self._num_prefills
             if _any(able, slice(0, split)):
                 # Prompts that a decode node has to compute keep no hand-off from it.
@@ -235,7 +240,7 @@ class CostTable:
                 able[self._num_prefills if has_decode else 0 :] = False
                 able[rows] = True
             return able
-        return ~self._left_out if self._left_out.any() else None
+        return ~self._left_out if self._left_out_rows else None
 
     def _unless_all_of_a_role(self, left: Bools, able: RowMask) -> Bools:
         """The rows `left` of those that are `able`; of a role that has none of them left, all that are able."""
@@ -362,7 +367,7 @@ class CostTable:
             else:
                 short = left <= most
                 able_rows = short if able_rows is None else able_rows & short
-            if self._full[rows].any():
+            if self._full_rows:
                 free = ~self._full[rows] | self._no_stream[rows]
                 able_rows = free if able_rows is None else able_rows & free
         work_ms = self._work_ms(left, rows)

@@ -110,17 +110,19 @@ class _Node:
         learner = self.learner
         own, age = learner.rates, int((now - self.step_at) * _AGES_PER_S)
         prompt_age = int((now - self.prompt_at) * _AGES_PER_S) if learner.num_prompt_steps else _NEVER
+        if age <= 0 and prompt_age <= 0:
+            return own
         known = self._blended
         # A new fit is a new object, so identity is enough and cheaper than equality.
         if known is None or known[0] is not own or known[1] is not others or known[2] != age or known[3] != prompt_age:
             fresh, prompts = _freshness(age / _AGES_PER_S), _freshness(prompt_age / _AGES_PER_S)
             blend = StepRates(
-                step_ms=_between(others.step_ms, own.step_ms, fresh),
-                token_ms=_between(others.token_ms, own.token_ms, prompts),
-                sequence_ms=_between(others.sequence_ms, own.sequence_ms, fresh),
-                context_ms=_between(others.context_ms, own.context_ms, fresh),
-                rows=_between(others.rows, own.rows, fresh),
-                tokens=_between(others.tokens, own.tokens, fresh),
+                _between(others.step_ms, own.step_ms, fresh),
+                _between(others.token_ms, own.token_ms, prompts),
+                _between(others.sequence_ms, own.sequence_ms, fresh),
+                _between(others.context_ms, own.context_ms, fresh),
+                _between(others.rows, own.rows, fresh),
+                _between(others.tokens, own.tokens, fresh),
             )
             known = self._blended = (own, others, age, prompt_age, blend)
         return known[4]
@@ -232,14 +234,13 @@ class FleetRates:
 
     def steps(self, incarnation: str, now: float) -> StepRates:
         """A node's rates; those of its class for what it has not done for long, or has never done."""
+        return self.steps_and_work(incarnation, now)[0]
+
+    def steps_and_work(self, incarnation: str, now: float) -> tuple[StepRates, MixedWork]:
+        """The same, and what the node has reported of its latest steps."""
         its_class = self._class_of.get(incarnation) or self._class(_UNKNOWN)
         node = self._nodes.get(incarnation)
-        return its_class.rates if node is None else node.blended_with(its_class.rates, now)
-
-    def work(self, incarnation: str) -> MixedWork:
-        """What a node has reported of its latest steps."""
-        node = self._nodes.get(incarnation)
-        return NO_WORK if node is None else node.work
+        return (its_class.rates, NO_WORK) if node is None else (node.blended_with(its_class.rates, now), node.work)
 
     def ms_per_byte(self, incarnation: str, now: float) -> float:
         """The time per byte of transfers into a node, in milliseconds."""

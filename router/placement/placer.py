@@ -400,16 +400,17 @@ class Placer:
     def _costs(self, candidate: Candidate, now: float, prefills_only: bool) -> NodeCosts:
         incarnation = candidate.node.incarnation
         pending = self._pending.get(incarnation)
+        rates, work = self._rates.steps_and_work(incarnation, now)
         return node_costs(
             candidate,
             sum(pending.values()) if pending else 0,
-            self._rates.steps(incarnation, now),
+            rates,
             self._rates.ms_per_byte(incarnation, now),
             newcomer_share(now - candidate.attached_at),
             prefills_only=prefills_only,
             known_kv_format=self._kv_formats.get(incarnation)
             or self._kv_formats.setdefault(incarnation, KVFormat.of(candidate.node)),
-            work=self._rates.work(incarnation),
+            work=work,
         )
 
     def _passed_over(self, costs: Sequence[NodeCosts], now: float) -> Set[str]:

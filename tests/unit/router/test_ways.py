@@ -133,6 +133,6 @@ def test_work_on_prompts_is_forgotten_as_streams_end() -> None:
         rates.add_step(node.incarnation, StepFigures(step_ms, tokens, 4, 400), 0.1 * number)
     # Prompts take 40 ms of each 200 ms, and the last step had one.
     usual_ms = stream_ms(RATES.overhead_ms(4, 400), RATES)
-    work = rates.work(node.incarnation)
+    _, work = rates.steps_and_work(node.incarnation, 20.0)
     assert work.prompt_ms / usual_ms == pytest.approx(0.22, rel=0.1)
     assert (work.sequences, work.context_tokens, work.at) == (4, 400, pytest.approx(19.9))

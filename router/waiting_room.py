@@ -340,7 +340,8 @@ class WaitingRoom:
         if ticket.is_retry:
             # Its client is in mid-stream, so it does not wait for room on a node.
             return self._choose(candidates, active, place)
-        queue = self._line(active).queue
+        line = self._line(active)
+        queue = line.queue
         if (first := queue.first()) is not None and not queue.is_next(ticket):
             reason = first.item.why_waiting
             if first.item.tenant == active.tenant:
@@ -349,6 +350,11 @@ class WaitingRoom:
             raise type(reason)("requests of others are before this one", 1.0)
         if self.num_placed >= self._limits.max_running:
             raise Overloaded(f"{self._limits.max_running} requests run, as many as may")
+        payer, ledger = line.ledger(active)
+        if ledger.is_ahead(payer) and not active.request.embeds and not self._view.has_free_seats:
+            # What is left on nodes are places in front of their seats. Without these it gets the seats that others
+            # leave free.
+            raise Overloaded("requests of others, at another router, are before this one", 1.0)
         try:
             choice = self._choose(candidates, active, place, with_room=True)
         except (InvalidRequest, NoCapacity):

@@ -8,7 +8,10 @@ The rules:
 2. The totals of a router that was not known before are where its differences begin: what it charged before is not made
    up for. Its successor is another incarnation, so nothing of a dead router's is charged again.
 3. The totals are those of at most `MAX_ENTRIES` tenants, without those that have not changed for `_KEPT_ROUNDS`
-   exchanges. One that comes back begins at 0 with another number.
+   exchanges, unless requests of them wait. One that comes back begins at 0 with another number.
+4. Beside a total stands whether requests of the tenant wait there. Two tenants may use one router each, so that neither
+   router has a choice among them: then the one that is ahead takes no place beyond the nodes' seats, and those go to
+   the other one (`waiting_room`).
 
 Without exchanges each router is fair for itself. With them the counters of a tenant at two routers differ by what the
 other one has charged since the last exchange.
@@ -19,6 +22,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Annotated, NamedTuple
 
 from pydantic import Field
@@ -41,6 +45,8 @@ class ChargedTotal(NamedTuple):
     tokens: Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)]
     weight: Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
     """The tenant's weight there."""
+    waits: bool = False
+    """Whether requests of it wait there."""
 
 
 class _Entry:
@@ -70,22 +76,43 @@ class LedgerExchange:
             ledger.on_charged = partial(self._on_charged, name)
 
     def _on_charged(self, ledger: str, tenant: str, tokens: float, weight: float) -> None:
-        entry = self._own.get((ledger, tenant))
-        if entry is None:
-            self._num_entries += 1
-            entry = self._own[ledger, tenant] = _Entry(self._num_entries)
-            if len(self._own) > MAX_ENTRIES:
-                self._own.popitem(last=False)
+        entry = self._own.get((ledger, tenant)) or self._new_entry(ledger, tenant)
         entry.tokens += tokens
         entry.weight, entry.round = weight, self._round
         self._own.move_to_end((ledger, tenant))
+
+    def _new_entry(self, ledger: str, tenant: str) -> _Entry:
+        self._num_entries += 1
+        entry = self._own[ledger, tenant] = _Entry(self._num_entries)
+        entry.round = self._round
+        if len(self._own) > MAX_ENTRIES:
+            self._own.popitem(last=False)
+        return entry
 
     def next_totals(self) -> tuple[ChargedTotal, ...]:
         """The totals to publish in one exchange."""
         self._round += 1
         while self._own and next(iter(self._own.values())).round < self._round - _KEPT_ROUNDS:
             self._own.popitem(last=False)
-        return tuple(ChargedTotal(*key, each.number, each.tokens, each.weight) for key, each in self._own.items())
+        for name, ledger in self._ledgers.items():
+            for tenant in islice(ledger.waiting, MAX_ENTRIES):
+                if (name, tenant) not in self._own and len(self._own) < MAX_ENTRIES:
+                    self._new_entry(name, tenant).weight = ledger.weight(tenant)
+        return tuple(
+            ChargedTotal(name, tenant, each.number, each.tokens, each.weight, tenant in self._ledgers[name].waiting)
+            for (name, tenant), each in self._own.items()
+        )
+
+    def take_all(self, published: Mapping[str, Sequence[ChargedTotal]]) -> None:
+        """Take the totals of all other routers that can be read now, by incarnation."""
+        waiting: dict[str, set[str]] = {name: set() for name in self._ledgers}
+        for incarnation, totals in published.items():
+            self.take(incarnation, totals)
+            for total in totals:
+                if total.waits and total.ledger in waiting:
+                    waiting[total.ledger].add(total.tenant)
+        for name, tenants in waiting.items():
+            self._ledgers[name].wait_elsewhere(tenants)
 
     def take(self, incarnation: str, totals: Sequence[ChargedTotal]) -> None:
         """Charge the tenants what they were charged at another router since its totals were taken last."""

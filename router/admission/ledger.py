@@ -18,6 +18,8 @@ cost, in tokens divided by the tenant's weight. The rules:
 5. What other routers have charged the tenant since their last exchange counts as if it had been charged here
    (`exchange`). They may give back less than rule 3 lets them: only as much as they charged here since the counter was
    moved.
+6. A tenant whose requests wait at another router is as one that waits here, but that its request can't be next here. A
+   tenant that is ahead of it, by more than its own last request, is ahead of its share (`is_ahead`).
 
 Of two tenants that always have waiting requests, the service divided by the weights differs by at most twice the
 largest charge of a request, and by what running requests are still to be charged.
@@ -28,7 +30,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Set
 
 from baton.values import value
 
@@ -102,6 +104,10 @@ class TenantLedger:
         """Counts the times at which the first tenant began to wait, and at which the last one stopped."""
         self._now = 0.0
         """The virtual time: the highest of all lowest counters of waiting tenants. A new tenant begins with it."""
+        self._elsewhere: Set[str] = frozenset()
+        """The tenants whose requests wait at other routers, as those said last."""
+        self._lowest_elsewhere: list[tuple[float, str]] = []
+        """The two of them with the lowest counters at that time, with these."""
         self.waiting_weight = 0.0
         """The sum of the weights of the waiting tenants."""
         self.on_charged: Callable[[str, float, float], None] | None = None
@@ -188,6 +194,31 @@ class TenantLedger:
         change = max(tokens / account.weight, -account.by_others)
         account.by_others += change
         self._add(tenant, account, change)
+
+    def wait_elsewhere(self, tenants: Set[str]) -> None:
+        """These tenants have requests that wait at other routers, and no others do."""
+        counters = []
+        for tenant in tenants:
+            account = self._account(tenant)
+            if tenant not in self._elsewhere and tenant not in self._waiting:
+                self._join(account)
+            counters.append((account.counter, tenant))
+        self._elsewhere, self._lowest_elsewhere = tenants, heapq.nsmallest(2, counters)
+
+    def is_ahead(self, tenant: str) -> bool:
+        """Whether a tenant has had more than another one that waits at another router, by more than its last request.
+        """
+        least = next((counter for counter, name in self._lowest_elsewhere if name != tenant), None)
+        account = self._waiting.get(tenant) or self._idle.get(tenant)
+        if least is None or account is None:
+            return False
+        counter = account.counter if tenant in self._waiting else self._counter_to_join(account)
+        return counter - account.last_charge > least
+
+    @property
+    def waiting(self) -> Collection[str]:
+        """The tenants whose requests wait here, the one that has waited for longest first."""
+        return self._waiting.keys()
 
     def virtual_time(self) -> float:
         """The counter with which a new tenant begins to wait, in tokens for a weight of 1."""

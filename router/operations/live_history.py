@@ -330,8 +330,7 @@ class LiveTotals:
         except Unreachable:
             published = {}
         others = list(_readable(published))
-        for router in others:
-            self._exchange.take(router.incarnation, router.charged)
+        self._exchange.take_all({router.incarnation: router.charged for router in others})
         return [own, *others]
 
 

@@ -54,6 +54,8 @@ class ClusterView:
         """The place of each incarnation in a stable order; None: to be computed, since nodes came or went."""
         self._slots: list[Candidate | None] = []
         """The candidate at each place; None for a node that takes no work."""
+        self._with_free_seats: set[str] = set()
+        """The candidates that decode and have seats that nothing has yet."""
         self._changed: set[str] = set()
         """Incarnations whose candidates are to be made again."""
         self._described: tuple[NodeDescription, ...] | None = None
@@ -313,6 +315,7 @@ class ClusterView:
         if self._ordered is None:
             self._ordered = {incarnation: number for number, incarnation in enumerate(sorted(self._nodes))}
             self._slots = [None] * len(self._ordered)
+            self._with_free_seats.clear()
             self._changed = set(self._ordered)
         changed = []
         for incarnation in self._changed:
@@ -321,6 +324,7 @@ class ClusterView:
             self._count_full(self._slots[number], candidate)
             are_same &= (candidate is None) is (self._slots[number] is None)
             self._slots[number] = candidate
+            (self._with_free_seats.add if _has_free_seat(candidate) else self._with_free_seats.discard)(incarnation)
             if candidate is not None:
                 changed.append(candidate)
         self._changed.clear()
@@ -352,6 +356,12 @@ class ClusterView:
             )
             self._is_left_out_known = True
         return self._left_out
+
+    @property
+    def has_free_seats(self) -> bool:
+        """Whether a node that takes work could run one more stream at once."""
+        self.candidates()
+        return bool(self._with_free_seats)
 
     def may_continue(self, origin: Origin) -> bool:
         """Whether a node that takes work may continue a stream of this origin."""
@@ -472,3 +482,10 @@ class ClusterView:
             drained = node.load.draining or record.state == "draining"
             named = record.name, record.role, record.address
             yield incarnation, (*named, state, node.detail, node.notice, drained, left_out.get(incarnation, ""))
+
+
+def _has_free_seat(candidate: Candidate | None) -> bool:
+    if candidate is None or candidate.node.role is not Role.DECODE:
+        return False
+    seats = candidate.node.max_num_seqs
+    return not seats or candidate.load < seats

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import pytest
@@ -19,6 +20,7 @@ from baton.errors import (
 from baton.messages.ids import unscoped
 from baton.messages.node import LoadReport, NodeDescription, Outcome
 from baton.observe.metrics import render
+from router.admission.exchange import ChargedTotal
 from router.admission.limits import DispatchLimits
 from router.operations.metrics import figures
 from router.placement.placer import PlacementSettings, Placer, Policy
@@ -167,6 +169,27 @@ async def test_by_its_class_a_request_goes_ahead_on_nodes(flood_class: str, own_
         light = await rig.accepted(tenant="light", service_class=own_class, max_tokens=1)
         assert rig.nodes["d1"].inbox.qsize() == 3 + goes_ahead
         await all_leave(*flood, light)
+
+
+@pytest.mark.parametrize("other", ["other", "own"])
+async def test_a_tenant_ahead_of_one_at_another_router_leaves_it_the_places_in_front_of_the_seats(other: str) -> None:
+    def waits(tokens: float) -> Mapping[str, Sequence[ChargedTotal]]:
+        return {"r2": [ChargedTotal("text-normal", other, 1, tokens, 1.0, waits=True)]}
+
+    async with router_rig(small()) as rig:
+        rig.requests.exchange.take_all(waits(0.0))
+        readers = [await rig.accepted(tenant="own", max_tokens=1) for _ in range(7)]
+        left = []
+        for reader in readers[:4]:
+            await rig.serve("d1")
+            await reader.finished()
+            left.append(rig.requests.num_waiting)
+        # After two of its waiting requests it is ahead. From then on it gets seats that nobody else has taken.
+        assert left == ([3, 2, 2, 1] if other == "other" else [3, 2, 1, 0])
+        rig.requests.exchange.take_all(waits(1e6))
+        await rig.tell_all("d1", running=2)
+        assert rig.requests.num_waiting == 0, "the other one has had more"
+        await all_leave(*readers[4:])
 
 
 async def test_an_attempt_after_the_first_has_its_turn_at_once() -> None:

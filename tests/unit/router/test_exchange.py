@@ -8,7 +8,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.exchange import MAX_ENTRIES, LedgerExchange
+from router.admission.exchange import MAX_ENTRIES, ChargedTotal, LedgerExchange
 from router.admission.ledger import Charge, TenantLedger
 from router.operations.live_history import LiveHistory, LiveTotals, RouterTotals
 from tests.doubles.fake_registry import FakeRegistry, FakeRegistryStore
@@ -41,6 +41,13 @@ def tell(*routers: Router) -> None:
         for number, total in enumerate(totals):
             if routers[number] is not router:
                 router.exchange.take(f"r{number}", total)
+
+
+def tell_all(*routers: Router) -> None:
+    """The same with what waits at the others, which is as they said it last."""
+    totals = {f"r{number}": router.exchange.next_totals() for number, router in enumerate(routers)}
+    for number, router in enumerate(routers):
+        router.exchange.take_all({name: total for name, total in totals.items() if name != f"r{number}"})
 
 
 @given(st.integers(2, 4), st.integers(1, 40), st.integers(0, 1 << 30))
@@ -117,7 +124,7 @@ def test_published_tenants_are_the_latest_and_one_that_comes_back_is_charged_for
     assert here.ledger.lag("t0") == 720
     for _ in range(100):
         totals = there.exchange.next_totals()
-    assert totals == (), "nothing changes"
+    assert [(total.tenant, total.tokens, total.waits) for total in totals] == [("t0", 0.0, True)], "nothing changes"
     here.exchange.take("r1", totals)
     there.ledger.charge("t0", 30, 0)
     here.exchange.take("r1", there.exchange.next_totals())
@@ -162,3 +169,50 @@ async def test_routers_learn_of_charges_through_the_registry_and_are_fair_alone_
     assert routers[0].ledger.lag("a") == 40, "and its own charges count"
     for registry in registries:
         await registry.close()
+
+
+def test_a_tenant_is_ahead_of_one_that_waits_at_another_router_and_of_nobody_else() -> None:
+    here, there = Router("here", "both"), Router("there", "both")
+    tell_all(here, there)
+    for _ in range(3):
+        here.ledger.charge("here", 100, 0)
+        here.ledger.charge("both", 10, 0)
+    there.ledger.charge("there", 100, 0)
+    tell_all(here, there)
+    assert [name for name in ("here", "both", "new") if here.ledger.is_ahead(name)] == ["here"]
+    # `there` is ahead of `both` by its last request, and not by more.
+    assert not there.ledger.is_ahead("there")
+    there.ledger.charge("there", 100, 0)
+    assert there.ledger.is_ahead("there")
+    # One that begins to wait elsewhere has no credit for the time before, and one that is alone there is before nobody.
+    here.exchange.take_all({})
+    assert not here.ledger.is_ahead("here")
+    for _ in range(9):
+        here.ledger.charge("both", 100, 0)
+    there.ledger.end_waiting("both")
+    there.ledger.charge("there", 1000, 0)
+    tell_all(here, there)
+    assert not here.ledger.is_ahead("both")
+
+
+def test_tenants_that_use_one_router_each_get_equal_shares_of_what_only_one_of_them_can_have() -> None:
+    here, there = Router("here"), Router("there")
+    served = {"here": 0, "there": 0}
+    for step in range(400):
+        if step % 10 == 0:
+            tell_all(here, there)
+        # This router always hears first of a place, and the other one takes those that are left.
+        first, tenant = (there, "there") if here.ledger.is_ahead("here") else (here, "here")
+        first.ledger.charge(tenant, 100, 0)
+        served[tenant] += 100
+    assert abs(served["here"] - served["there"]) <= (10 + 1) * 100
+
+
+def test_one_that_begins_to_wait_at_another_router_has_the_credit_of_a_burst_and_no_more() -> None:
+    here = Router("here")
+    here.ledger.charge("late", 100, 0)
+    for _ in range(50):
+        here.ledger.charge("here", 100, 0)
+    for tokens, is_ahead in ((0.0, True), (500.0, False)):
+        here.exchange.take_all({"r2": [ChargedTotal("text", "late", 1, tokens, 1.0, waits=True)]})
+        assert here.ledger.is_ahead("here") is is_ahead

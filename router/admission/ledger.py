@@ -206,7 +206,7 @@ class TenantLedger:
         self._elsewhere, self._lowest_elsewhere = tenants, heapq.nsmallest(2, counters)
 
     def is_ahead(self, tenant: str) -> bool:
-        """Whether a tenant has had more than another one that waits at another router, by more than its last request."""
+        """Whether a tenant has had more than one that waits at another router, by more than its own last request."""
         least = next((counter for counter, name in self._lowest_elsewhere if name != tenant), None)
         account = self._waiting.get(tenant) or self._idle.get(tenant)
         if least is None or account is None:

@@ -352,8 +352,8 @@ class WaitingRoom:
             raise Overloaded(f"{self._limits.max_running} requests run, as many as may")
         payer, ledger = line.ledger(active)
         if ledger.is_ahead(payer) and not active.request.embeds and not self._view.has_free_seats:
-            # What is left on nodes are places in front of their seats. Without these it gets the seats that others
-            # leave free.
+            # All that nodes have left is their headroom (`room`), which is for the others. Seats that those leave free
+            # this tenant gets.
             raise Overloaded("requests of others, at another router, are before this one", 1.0)
         try:
             choice = self._choose(candidates, active, place, with_room=True)

@@ -10,8 +10,8 @@ The rules:
 3. The totals are those of at most `MAX_ENTRIES` tenants, without those that have not changed for `_KEPT_ROUNDS`
    exchanges, unless requests of them wait. One that comes back begins at 0 with another number.
 4. Beside a total stands whether requests of the tenant wait there. Two tenants may use one router each, so that neither
-   router has a choice among them: then the one that is ahead takes no place beyond the nodes' seats, and those go to
-   the other one (`waiting_room`).
+   router has a choice among them: then the one that is ahead takes free seats alone, and the headroom of the nodes
+   (`router.placement.room`) is left to the other one.
 
 Without exchanges each router is fair for itself. With them the counters of a tenant at two routers differ by what the
 other one has charged since the last exchange.

@@ -172,7 +172,7 @@ async def test_by_its_class_a_request_goes_ahead_on_nodes(flood_class: str, own_
 
 
 @pytest.mark.parametrize("other", ["other", "own"])
-async def test_a_tenant_ahead_of_one_at_another_router_leaves_it_the_places_in_front_of_the_seats(other: str) -> None:
+async def test_a_tenant_ahead_of_one_at_another_router_leaves_it_the_headroom_of_nodes(other: str) -> None:
     def waits(tokens: float) -> Mapping[str, Sequence[ChargedTotal]]:
         return {"r2": [ChargedTotal("text-normal", other, 1, tokens, 1.0, waits=True)]}
 

@@ -184,7 +184,7 @@ def test_a_tenant_is_ahead_of_one_that_waits_at_another_router_and_of_nobody_els
     assert not there.ledger.is_ahead("there")
     there.ledger.charge("there", 100, 0)
     assert there.ledger.is_ahead("there")
-    # One that begins to wait elsewhere has no credit for the time before, and one that is alone there is before nobody.
+    # Without exchanges there is nobody to be ahead of, and a tenant that waits at both routers is not ahead of itself.
     here.exchange.take_all({})
     assert not here.ledger.is_ahead("here")
     for _ in range(9):

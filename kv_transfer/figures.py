@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from baton.errors import TransferCause
-from baton.messages.node_report import FailedProbe, HandoffReport
+from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.observe.metrics import Distribution, Figure, Histogram, by_label, declared_figures
 from kv_transfer.receiver.transfer_values import TRANSFER_TABLE, ReadHistograms, TransferState
 
@@ -23,7 +23,6 @@ def transfer_figures(report: HandoffReport) -> list[Figure]:
         *by_label("kv_open_transfers", "Transfers that are not over, by state.", "state", by_state),
         Figure("kv_transfer_age_seconds", "Age of the oldest open transfer; 0: there is none.", oldest_s, {}),
         *(Figure("kv_transfers_total", ended, e.count, {"peer": e.peer, "outcome": e.outcome}) for e in report.ended),
-        *refusal_figures(report),
     ]
 
 
@@ -53,13 +52,10 @@ def read_figures(reads: Mapping[str, ReadHistograms]) -> list[Figure | Distribut
     ]
 
 
-def refusal_figures(report: HandoffReport) -> list[Figure]:
+def refusal_figures(refused: Sequence[RefusedLink]) -> list[Figure]:
     """Metrics of links that were refused and have not opened since."""
     text = "Links to this peer that were refused since the last one that opened."
-    return [
-        Figure("kv_refused_links", text, link.count, {"peer": link.peer, "cause": link.cause})
-        for link in report.refused_links
-    ]
+    return [Figure("kv_refused_links", text, link.count, {"peer": link.peer, "cause": link.cause}) for link in refused]
 
 
 def probe_figures(outcomes: Mapping[tuple[str, str], int], failed: Sequence[FailedProbe]) -> list[Figure]:

@@ -65,6 +65,8 @@ class PartsMover:
         self._deliver = deliver
         self.probe_blocks: Sequence[int] = ()
         """The ids of this node's probe blocks, once the agents are up."""
+        self._num_users = 0
+        """Halves of the node that have started the mover and not stopped it."""
         self._watch = current_watch.get()
         self._fault: BaseException | None = None
         self._merge = PartsMerge([part.layers for part in parts], layout)
@@ -101,8 +103,12 @@ class PartsMover:
     def start(self) -> None:
         """Make all agents and return when they are up; raises what making one of them raised.
 
+        Both halves of a node use one mover: the first call starts it, and the call of `stop` for the last one ends it.
         Raises ConfigError if the parts don't have equally many blocks.
         """
+        self._num_users += 1
+        if self._num_users > 1:
+            return
         started: list[PartMover] = []
         try:
             for part in self.parts:
@@ -114,6 +120,7 @@ class PartsMover:
                 raise ConfigError(f"the parts of this node must have equally many blocks, and have {counts}")
             self.probe_blocks = range(memories[0].num_blocks, memories[0].num_all_blocks)
         except BaseException:
+            self._num_users = 0
             for part in started:
                 part.stop()
             raise
@@ -159,7 +166,10 @@ class PartsMover:
             part.set_num_readers(num_readers)
 
     def stop(self) -> None:
-        """Stop all movers, as `PartMover.stop` does."""
+        """Stop all movers, as `PartMover.stop` does, unless another half still uses them."""
+        self._num_users -= 1
+        if self._num_users > 0:
+            return
         with ThreadPoolExecutor(len(self.parts), "baton-mover-stop") as stopping:
             for stopped in [stopping.submit(part.stop) for part in self.parts]:
                 stopped.result()

@@ -282,6 +282,10 @@ class LeaseBook:
         """Whether that process has leases that are not over."""
         return any(lease.is_held for lease in self._records.readers.of(incarnation))
 
+    def knows(self, attempt: AttemptKey) -> bool:
+        """Whether there is a record of the attempt, which is not over then."""
+        return self._records.get(attempt) is not None
+
     def state(self, attempt: AttemptKey) -> LeaseState | None:
         """The state of a lease that is not over."""
         lease = self._records.get(attempt)

@@ -89,7 +89,7 @@ async def test_tokens_are_those_of_one_node(tmp_path: Path, prefill: Sequence[ra
         sender, reader = cluster.nodes["prefill-0"].node.role, cluster.nodes["decode-0"].node.role
         assert isinstance(sender, PrefillRole)
         assert isinstance(reader, DecodeRole)
-        assert len(sender.handoff.mover.parts) == len(prefill)
+        assert len(sender.offering.mover.parts) == len(prefill)
         assert len(reader.intake.mover.parts) == len(decode)
         assert reader.intake.mover.figures.reads_in_flight == 0
         assert reader.intake.probes.outcomes == {("prefill-0", "passed"): 1}

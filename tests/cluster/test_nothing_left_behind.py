@@ -29,7 +29,7 @@ async def _assert_nothing_is_left(cluster: MiniCluster, *node_ids: str) -> None:
         events = [event.name for event in await cluster.trace(node_id)]
         assert "lease_expired" not in events, "nobody reported the end of the request"
         match node.role:
-            case PrefillRole(handoff=handoff, connector=connector):
+            case PrefillRole(offering=handoff, connector=connector):
                 stats = handoff.stats()
                 assert (stats.granted, stats.reading, stats.suspect) == (0, 0, 0)
             case DecodeRole(intake=intake, connector=connector):

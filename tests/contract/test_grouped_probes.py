@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from baton.clock import SystemClock
 from baton.engine.runner import KVLayout, KVMemory, LayerGeometry, LayerGroup
 from baton.messages.node_report import ProbeFault
+from baton.node.kv.intake import Intake
 from baton.runner.blocks.block_digests import block_digests
-from decode_node.intake import Intake
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity, part_name
 from kv_transfer.mover.mover import Mover

@@ -14,15 +14,15 @@ from baton.failpoints import set_injector
 from baton.messages.generation import Finished, GenerateRequest
 from baton.messages.ids import Peer
 from baton.messages.sampling import SamplingParams
+from baton.node.kv.intake import Intake
+from baton.node.kv.offering import Offering
 from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.runner.blocks.sub_blocks import WHOLE, Division
-from decode_node.intake import Intake
 from kv_transfer.digests import OfferedDigests
 from kv_transfer.link.link_client import LinkClient
 from kv_transfer.mover.agent_reads import STALL_S
 from kv_transfer.mover.mover import Mover
 from kv_transfer.sender.lease_values import LeaseTimes
-from prefill_node.handoff import HandOff
 from router.placement.breaker import PAIR_FAILURES
 from tests.support.handoff_failpoints import HANDOFF_FAILPOINTS
 from tests.support.simulated_cluster import ROUTER, STEP_S, SimulatedCluster, SimulatedLimits, simulated_cluster
@@ -231,7 +231,7 @@ async def test_a_client_that_leaves_under_a_read_leaves_its_blocks_to_the_read(p
         stats = cluster.nodes["decode-0"].scheduler.make_stats()
         assert stats.quarantined_blocks > 0
         sender = cluster.nodes["prefill-0"].half
-        assert isinstance(sender, HandOff)
+        assert isinstance(sender, Offering)
         assert sender.stats().suspect == 1
         assert not events(cluster, "decode-0", "quarantine_released")
         cluster.fabric.thaw("prefill-0.1")
@@ -368,7 +368,7 @@ def test_digests_that_can_not_be_computed_fail_their_transfer_at_once(node_id: s
     async def main() -> None:
         async with simulated_cluster(Random(1), limits=SMALL) as cluster:
             half = cluster.nodes[node_id].half
-            if isinstance(half, HandOff):
+            if isinstance(half, Offering):
                 assert half._digests is not None
                 half._digests = OfferedDigests(fail)
             else:

@@ -12,8 +12,8 @@ import pytest
 from baton.background import BackgroundWatch, current_watch
 from baton.errors import BackgroundFault
 from baton.messages.generation import GenerateRequest
-from decode_node.intake import Intake
-from prefill_node.handoff import HandOff
+from baton.node.kv.intake import Intake
+from baton.node.kv.offering import Offering
 from tests.support.simulated_cluster import SimulatedCluster, simulated_cluster
 from tests.support.virtual_time import virtually
 
@@ -24,22 +24,22 @@ def _fail(*_: Any) -> Any:
     raise ZeroDivisionError("a fault of ours")
 
 
-def _leases_due(cluster: SimulatedCluster, sender: HandOff, _: Intake) -> None:
+def _leases_due(cluster: SimulatedCluster, sender: Offering, _: Intake) -> None:
     sender.book.tick = _fail  # type: ignore[method-assign]
     cluster.network.hold("decode-0.1", "prefill-0.1")
 
 
-def _reader_lost(cluster: SimulatedCluster, sender: HandOff, _: Intake) -> None:
+def _reader_lost(cluster: SimulatedCluster, sender: Offering, _: Intake) -> None:
     sender.book.link_closed = _fail  # type: ignore[method-assign, assignment]
     cluster.kill("decode-0")
 
 
-def _sender_lost(cluster: SimulatedCluster, _: HandOff, reader: Intake) -> None:
+def _sender_lost(cluster: SimulatedCluster, _: Offering, reader: Intake) -> None:
     reader.book.peer_lost = _fail  # type: ignore[method-assign, assignment]
     cluster.kill("prefill-0")
 
 
-def _link_wanted_again(cluster: SimulatedCluster, _: HandOff, reader: Intake) -> None:
+def _link_wanted_again(cluster: SimulatedCluster, _: Offering, reader: Intake) -> None:
     reader.book.reopen = _fail  # type: ignore[method-assign, assignment]
     for connection in cluster.network.between("decode-0.1", "prefill-0.1"):
         connection.cut()
@@ -65,13 +65,13 @@ async def reading(reader: Intake) -> None:
 )
 @virtually
 async def test_a_fault_in_a_hand_off_task_ends_the_process(
-    happens: Callable[[SimulatedCluster, HandOff, Intake], None], kind: str
+    happens: Callable[[SimulatedCluster, Offering, Intake], None], kind: str
 ) -> None:
     met: asyncio.Queue[BackgroundFault] = asyncio.Queue()
     current_watch.set(BackgroundWatch(met.put_nowait))
     async with simulated_cluster(Random(1), prefill=1, decode=1) as cluster:
         sender, reader = cluster.nodes["prefill-0"].half, cluster.nodes["decode-0"].half
-        assert isinstance(sender, HandOff)
+        assert isinstance(sender, Offering)
         assert isinstance(reader, Intake)
         cluster.fabric.freeze("prefill-0.1")
         asking = asyncio.create_task(cluster.generate(GenerateRequest(list(range(30)), "r", max_tokens=8)))

@@ -18,8 +18,8 @@ from baton.errors import TransferCause, TransferFailed
 from baton.messages.generation import GenerateRequest
 from baton.messages.node_report import KV_PROBE_FAILED, ProbeFault
 from baton.messages.sampling import SamplingParams
-from decode_node import senders
-from decode_node.intake import Intake
+from baton.node.kv import sender_links as senders
+from baton.node.kv.intake import Intake
 from kv_transfer.receiver.probe_values import ProbeState, ProbeTimes
 from tests.doubles.faulty_transfer_backend import Faults
 from tests.support.simulated_cluster import (

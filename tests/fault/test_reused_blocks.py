@@ -12,10 +12,10 @@ from random import Random
 
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
-from decode_node.intake import Intake
+from baton.node.kv.intake import Intake
+from baton.node.kv.offering import Offering
 from kv_transfer.link.link_messages import ReadConfirmed, SenderMessage
 from kv_transfer.sender.lease_values import LeaseEvent
-from prefill_node.handoff import HandOff
 from tests.doubles.faulty_transfer_backend import Faults
 from tests.support.simulated_cluster import Answer, SimulatedCluster, SimulatedLimits, simulated_cluster
 from tests.support.simulated_oracle import expected_tokens
@@ -32,7 +32,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 BOUND_S = 600.0
 
 
-class ForgetfulHandOff(HandOff):
+class ForgetfulOffering(Offering):
     """A sender that ends its leases after 50 ms at most, as if their reader were dead, and informs no reader."""
 
     def link_opened(self, link: int, node_id: str, incarnation: str, address: str, block_size: int) -> None:
@@ -60,7 +60,7 @@ def race(seed: int, intake: type[Intake], outcomes: Counter[str]) -> None:
     """Run a hundred requests, eight at a time, through one pair of nodes."""
 
     class RacingCluster(SimulatedCluster):
-        make_handoff = ForgetfulHandOff
+        make_handoff = ForgetfulOffering
         make_intake = intake
 
     run_virtually(_race(Random(seed), RacingCluster, outcomes))

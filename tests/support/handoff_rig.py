@@ -21,11 +21,13 @@ from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import Leg, Outcome
 from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
+from baton.node.kv.intake import Intake
+from baton.node.kv.intake_connector import IntakeConnector
+from baton.node.kv.offer_connector import OfferConnector
+from baton.node.kv.offering import Offering
 from baton.runner.blocks.block_digests import block_digests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
 from baton.wire.liveness import DIRECT
-from decode_node.connector import IntakeConnector
-from decode_node.intake import Intake
 from kv_transfer.backends.base import ReadHandle, TransferBackend
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.link.link_messages import ConfirmRead, Heartbeat, ReaderMessage
@@ -37,8 +39,6 @@ from kv_transfer.receiver.join_probe import JoinProbes
 from kv_transfer.receiver.probe_values import ProbeState, ProbeTimes
 from kv_transfer.receiver.transfer import TransferBook
 from kv_transfer.sender.lease_values import LeaseTimes
-from prefill_node.connector import OfferConnector
-from prefill_node.handoff import HandOff
 from tests.doubles.fake_clock import FakeClock
 from tests.doubles.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 
@@ -176,7 +176,7 @@ def mover_of_one_part(
     return PartsMover(memory.layout, [OwnPart(layers, make_mover)], deliver)
 
 
-class RecordingHandOff(HandOff):
+class RecordingOffering(Offering):
     """A hand-off that records the messages that it receives, so that a test can wait for them."""
 
     def __init__(self, *args: Any, recorder: Recorder, **kwargs: Any) -> None:
@@ -216,7 +216,7 @@ class SenderHalf:
         self.memory = memory or new_memory()
         self.recorder = Recorder()
         self._make_backend = make_backend
-        self.handoff = RecordingHandOff(
+        self.handoff = RecordingOffering(
             identity,
             self.memory,
             partial(mover_of_one_part, self.memory, self._make_mover),

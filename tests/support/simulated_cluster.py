@@ -32,6 +32,12 @@ from baton.messages.node import NodeDescription, Role, RouterMessage, StageTimin
 from baton.messages.sampling import TokenLogprobs
 from baton.node.adapters.adapter_threads import AdapterThreads
 from baton.node.attempts.attempt_times import TransferFigures
+from baton.node.kv.connector import BothHalves
+from baton.node.kv.intake import Intake
+from baton.node.kv.intake_connector import IntakeConnector
+from baton.node.kv.offer_connector import OfferConnector
+from baton.node.kv.offering import Offering
+from baton.node.kv.shared_mover import SharedMover
 from baton.node.reports.logs import EventLog
 from baton.node.serve import Outbox
 from baton.node.service import NodeService
@@ -40,8 +46,6 @@ from baton.runner import SimulatedSpec
 from baton.runner.blocks.block_digests import BlockDigests, block_digests
 from baton.runner.simulated import SimulatedRunner
 from baton.wire.liveness import PeerAccess, PortState
-from decode_node.connector import IntakeConnector
-from decode_node.intake import Intake
 from decode_node.senders import KnownSenders, own_kv_format
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.layout import PROTOCOL_VERSION, LayoutFingerprint, LinkIdentity, part_name
@@ -52,8 +56,6 @@ from kv_transfer.receiver.join_probe import JoinProbes
 from kv_transfer.receiver.probe_values import ProbeState
 from kv_transfer.receiver.transfer import TransferBook
 from kv_transfer.sender.lease_values import LeaseTimes
-from prefill_node.connector import OfferConnector
-from prefill_node.handoff import HandOff
 from router.admission.limits import DispatchLimits
 from router.dispatcher import Dispatcher
 from router.node_links import NodeLinks
@@ -274,25 +276,24 @@ class _Mover(FakeMover):
 class _Role:
     """The role of a node, as its service uses it."""
 
-    def __init__(self, handoff: HandOff | Intake, connector: OfferConnector | IntakeConnector) -> None:
-        self.handoff = handoff
-        self.connector = connector
+    def __init__(self, role: Role, offering: Offering, intake: Intake, reading: IntakeConnector) -> None:
+        self.handoff = offering if role is Role.PREFILL else intake
+        self._role = role
+        self._offering = offering
+        self._intake = intake
+        self._reading = reading
 
     def attempt_aborted(self, attempt: AttemptKey) -> None:
-        if isinstance(self.handoff, HandOff):
-            self.handoff.withdraw(attempt, "aborted", TransferCause.CANCELLED)
-        else:
-            self.handoff.abandon(attempt)
+        self._intake.abandon(attempt)
+        if self._role is Role.PREFILL or self._offering.knows(attempt):
+            self._offering.withdraw(attempt, "aborted", TransferCause.CANCELLED)
 
     def attempt_timed(self, attempt: AttemptKey, timings: StageTimings) -> None:
-        if isinstance(self.handoff, HandOff):
-            self.handoff.timed(attempt, timings)
+        self._offering.timed(attempt, timings)
 
     def transfer_figures(self, attempt: AttemptKey) -> TransferFigures | None:
-        stats = self.connector.stats(attempt) if isinstance(self.connector, IntakeConnector) else None
-        if stats is None or not isinstance(self.handoff, Intake):
-            return None
-        return TransferFigures(stats.num_bytes, 0.0, self.handoff.prompt_timings(attempt))
+        stats = self._reading.stats(attempt)
+        return TransferFigures(stats.num_bytes, 0.0, self._intake.prompt_timings(attempt)) if stats else None
 
 
 class SimulatedNode:
@@ -316,51 +317,50 @@ class SimulatedNode:
         outbox = Outbox(post)
         digests = self._make_digests() if limits.digests else None
         self._hasher = _Hasher(self.machine, lambda: cluster.rng.choice([0.0005, 0.02, 0.2]))
-        self.half: HandOff | Intake
-        connector: OfferConnector | IntakeConnector
-        if self.role is Role.PREFILL:
-            handoff = cluster.make_handoff(
-                identity,
-                self.runner.memory,
-                self._make_mover,
-                self._tell_engine,
-                self.log.record,
-                clock,
-                limits.lease,
-                limits.heartbeat_s,
-                cluster.nobody_listens,
-                digests=digests,
-                is_running=lambda address, within_s: network.answers(self.incarnation, address),
-            )
-            self.half = handoff
-            connector = OfferConnector(handoff, self.runner.layout, outbox.add, post, outbox.add_work)
-        else:
-            intake = cluster.make_intake(
-                identity,
-                self._make_mover,
-                TransferBook(
-                    limits.max_quarantined_blocks,
-                    digest_every=1 if limits.digests else 0,
-                    keeps_valid_blocks=limits.on_transfer_failure == "recompute",
-                    clock=clock,
-                ),
-                JoinProbes(identity.node_id, identity.incarnation, clock),
-                self._tell_engine,
-                self.log.record,
-                post,
-                clock,
-                PeerAccess(
-                    lambda address: cast(Any, network.channel(self.incarnation, address)),
-                    lambda address, within_s: network.answers(self.incarnation, address),
-                    cluster.probe_port,
-                ),
-                self.runner.layout,
-                limits.heartbeat_s,
-            )
-            self.half, connector = intake, IntakeConnector(intake, self.runner.layout, post)
+        mover = SharedMover(self._make_mover)
+        self.offering = cluster.make_handoff(
+            identity,
+            self.runner.memory,
+            mover.of_sender,
+            self._tell_engine,
+            self.log.record,
+            clock,
+            limits.lease,
+            limits.heartbeat_s,
+            cluster.nobody_listens,
+            digests=digests,
+            is_running=lambda address, within_s: network.answers(self.incarnation, address),
+        )
+        self.intake = cluster.make_intake(
+            identity,
+            mover.of_reader,
+            TransferBook(
+                limits.max_quarantined_blocks,
+                digest_every=1 if limits.digests else 0,
+                keeps_valid_blocks=limits.on_transfer_failure == "recompute",
+                clock=clock,
+            ),
+            JoinProbes(identity.node_id, identity.incarnation, clock),
+            self._tell_engine,
+            self.log.record,
+            post,
+            clock,
+            PeerAccess(
+                lambda address: cast(Any, network.channel(self.incarnation, address)),
+                lambda address, within_s: network.answers(self.incarnation, address),
+                cluster.probe_port,
+            ),
+            self.runner.layout,
+            limits.heartbeat_s,
+        )
+        self.half = self.offering if self.role is Role.PREFILL else self.intake
+        """The half that the node's role is named for."""
+        reading = IntakeConnector(self.intake, self.runner.layout, post)
+        self.connector = connector = BothHalves(
+            OfferConnector(self.offering, self.runner.layout, outbox.add, post, outbox.add_work), reading
+        )
         kv_format = own_kv_format(self.runner.model, self.runner.layout, identity.protocol)
         self.senders = KnownSenders(kv_format, self._sender_joined, self._sender_left)
-        self.connector = connector
         self.scheduler = self._new_scheduler(limits, clock, connector)
         self.crashes: list[BaseException] = []
         adapters = cluster.make_adapter_threads(self)
@@ -376,7 +376,7 @@ class SimulatedNode:
             max_cpu_loras=limits.max_cpu_loras,
         )
         self.description = self._describe(address)
-        role = _Role(self.half, connector)
+        role = _Role(self.role, self.offering, self.intake, reading)
         self.service = NodeService(
             self.description,
             role,  # type: ignore[arg-type]
@@ -472,12 +472,11 @@ class SimulatedNode:
         return self.backends[-1]
 
     def _sender_joined(self, source: Peer) -> None:
-        if isinstance(self.half, Intake) and self._cluster.limits.meets_senders:
-            self.half.sender_joined(source)
+        if self.role is Role.DECODE and self._cluster.limits.meets_senders:
+            self.intake.sender_joined(source)
 
     def _sender_left(self, incarnation: str) -> None:
-        if isinstance(self.half, Intake):
-            self.half.sender_left(incarnation)
+        self.intake.sender_left(incarnation)
 
     def _tell_engine(self, news: KVTransferOutput) -> None:
         self.driver.tell_transfer(news)
@@ -487,11 +486,11 @@ class SimulatedNode:
             self.service.on_step(news)
 
     async def start(self) -> None:
-        await self.half.start()
-        if isinstance(self.half, HandOff):
-            server = FakeServer()
-            self.half.add_to_server(server)
-            self._cluster.network.serve(self.incarnation, self.description.address, server.servicer)
+        await self.offering.start()
+        await self.intake.start()
+        server = FakeServer()
+        self.offering.add_to_server(server)
+        self._cluster.network.serve(self.incarnation, self.description.address, server.servicer)
         self._heartbeat = asyncio.create_task(self.service.heartbeat(), name=f"heartbeat-{self.incarnation}")
 
     def _cancel_heartbeat(self) -> None:
@@ -506,7 +505,8 @@ class SimulatedNode:
             (ended,) = await asyncio.gather(self._heartbeat, return_exceptions=True)
             if isinstance(ended, Exception):
                 raise ended
-        await self.half.stop()
+        await self.intake.stop()
+        await self.offering.stop()
         self.service.close()
 
     @property
@@ -523,12 +523,9 @@ class SimulatedNode:
         self.scheduler.kv_cache_manager.check_invariant()
         assert not self.scheduler.requests
         assert self.connector.num_followed == 0
-        if isinstance(self.half, HandOff):
-            stats = self.half.stats()
-            assert (stats.granted, stats.reading, stats.suspect) == (0, 0, 0), f"{self.incarnation}: {stats}"
-        else:
-            counts = self.half.counts()
-            assert (counts.live, counts.quarantined) == (0, 0), f"{self.incarnation}: {counts}"
+        stats, counts = self.offering.stats(), self.intake.counts()
+        assert (stats.granted, stats.reading, stats.suspect) == (0, 0, 0), f"{self.incarnation}: {stats}"
+        assert (counts.live, counts.quarantined) == (0, 0), f"{self.incarnation}: {counts}"
 
 
 class _Stream:
@@ -666,7 +663,7 @@ class Answer:
 class SimulatedCluster:
     """A cluster, made by `simulated_cluster`. `nodes` has the live incarnation of each node."""
 
-    make_handoff: Callable[..., HandOff] = HandOff
+    make_handoff: Callable[..., Offering] = Offering
     make_intake: Callable[..., Intake] = Intake
     make_node: Callable[..., SimulatedNode] = SimulatedNode
     make_adapter_threads: Callable[..., AdapterThreads | None] = staticmethod(lambda node: None)

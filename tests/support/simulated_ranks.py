@@ -22,7 +22,6 @@ from baton.node.reports.logs import EventLog
 from baton.registry import NodeRecord
 from baton.runner import SimulatedSpec
 from baton.runner.ranks.heartbeats import INTERVAL_S
-from prefill_node.handoff import HandOff
 from tests.doubles.fake_ranked_runner import FakeRankedRunner
 from tests.doubles.faulty_transfer_backend import Faults
 from tests.support.simulated_cluster import ENGINE, SimulatedCluster, SimulatedLimits, SimulatedNode
@@ -130,7 +129,7 @@ class RankedNode(SimulatedNode):
     @property
     def is_read(self) -> bool:
         """Whether a peer may be reading its memory now."""
-        return isinstance(self.half, HandOff) and self.half.stats().reading > 0
+        return self.offering.stats().reading > 0
 
     def _ranks_lost(self, reason: str) -> None:
         if not self.machine.is_gone:
@@ -144,7 +143,7 @@ class RankedNode(SimulatedNode):
             "while a request waited": stats.num_waiting,
             "with leases": stats.leased_blocks,
             "while it was read": self.is_read,
-            "while it read": self.half.mover.figures.reads_in_flight if self.role is Role.DECODE else 0,
+            "while it read": self.intake.mover.figures.reads_in_flight,
             "while it was idle": self.is_idle,
             "while it drained": self.is_ending and not self.stop.forced.is_set(),
             "while a rank was stopped": self.is_stuck,
@@ -206,7 +205,14 @@ class RankedNode(SimulatedNode):
         await self.machine.running()
         self.service.draining.refuse_new_work()
         await self._drain()
-        for part in (self._leave, self._close_service, self._stop_engine, self.half.stop, self._stop_server):
+        for part in (
+            self._leave,
+            self._close_service,
+            self._stop_engine,
+            self.intake.stop,
+            self.offering.stop,
+            self._stop_server,
+        ):
             await self._ranked_cluster.pause()
             await self.machine.running()
             await part()

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from baton.messages.ids import Peer
+from baton.node.kv.sender_links import MAX_ABSENT, AbsentSenders
 from baton.wire.liveness import PortState
-from decode_node.senders import MAX_ABSENT, AbsentSenders
 from tests.support.virtual_time import run_virtually
 
 FIRST = Peer("p0", "p0.first", "host:1")

@@ -21,7 +21,7 @@ from baton.messages.node_report import (
 )
 from baton.node.reports.reports import handoff_notice
 from baton.observe.metrics import Distribution, Figure, declared_figures
-from kv_transfer.figures import failure_figures, probe_figures, read_figures, transfer_figures
+from kv_transfer.figures import failure_figures, probe_figures, read_figures, refusal_figures, transfer_figures
 from kv_transfer.link.failures import FailedProbes, RefusedLinks, count_outcome
 from kv_transfer.link.link_messages import Closing, ConfirmRead, Offer, OfferLost, ReadConfirmed, Subscribe
 from kv_transfer.receiver.transfer import TransferBook
@@ -207,7 +207,7 @@ def test_probe_metrics_have_every_outcome_and_every_standing_failure() -> None:
 def test_transfer_metrics_have_every_open_state_and_every_outcome() -> None:
     open_now = [OpenHandoff(A, HandoffSide.READER, "QUARANTINED", "p0", "p0.x", 2, 7.5)]
     ended, refused = [EndedHandoffs("p0", "arrived", 3)], [RefusedLink("p1", "refused", "clusters differ", 1.0, 4)]
-    figures = transfer_figures(HandoffReport("layout", open_now, ended, refused))
+    figures = transfer_figures(HandoffReport("layout", open_now, ended)) + refusal_figures(refused)
     assert {_sample(figure): figure.value for figure in figures} == {
         "kv_open_transfers{state=planned}": 0,
         "kv_open_transfers{state=reserved}": 0,

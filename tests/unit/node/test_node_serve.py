@@ -318,7 +318,7 @@ async def test_a_mover_that_dies_ends_the_node_and_its_streams(tmp_path: Path) -
         # The first lease of a node does this.
         role = node.node.role
         assert isinstance(role, PrefillRole)
-        role.handoff.mover.set_num_readers(1)
+        role.offering.mover.set_num_readers(1)
         with pytest.raises(NodeLost):
             await until_end(stream)
         with pytest.raises(BackgroundFault, match="background task mover failed: OSError"):

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from baton.errors import TransferCause, TransferFailed
 from baton.messages.ids import Peer
 from baton.messages.node_report import ProbeFault
-from decode_node.pair_prober import PairProber
+from baton.node.kv.pair_prober import PairProber
 from kv_transfer.link.link_messages import ProbeResult, ReaderMessage
 from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import OwnPart, PartsMover

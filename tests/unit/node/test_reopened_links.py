@@ -11,8 +11,8 @@ import pytest
 
 from baton.engine.runner import KVLayout, LayerGeometry, LayerGroup
 from baton.messages.ids import Peer
+from baton.node.kv.intake import Intake
 from baton.wire.liveness import PeerAccess
-from decode_node.intake import Intake
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.link.link_messages import LinkWelcome, MemoryPart
 from kv_transfer.mover.part_mover import DeliverEvent

@@ -12,9 +12,9 @@ from baton.engine.runner import KVLayout
 from baton.errors import BatonError, TransferCause
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Leg, Outcome
+from baton.node.kv.offering import Offering
 from kv_transfer.digests import block_names
 from kv_transfer.link.link_messages import Closing
-from prefill_node.handoff import HandOff
 
 _log = logging.getLogger(__name__)
 _COMPUTED = frozenset({Outcome.HANDED_OFF, Outcome.STOP, Outcome.LENGTH})
@@ -34,11 +34,11 @@ class _OfferProgress:
 
 
 class OfferConnector:
-    """Reports to `HandOff` what the engine computes for prefill legs. Belongs to the engine's thread."""
+    """Reports to `Offering` what the engine computes for prefill legs. Belongs to the engine's thread."""
 
     def __init__(
         self,
-        handoff: HandOff,
+        handoff: Offering,
         layout: KVLayout,
         post: Callable[[Callable[[], None]], object],
         post_now: Callable[[Callable[[], None]], object],

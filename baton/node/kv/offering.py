@@ -1,9 +1,10 @@
-"""Offers the blocks that the engine computed to decode nodes.
+"""Offers the blocks that the engine computed to other nodes.
 
-`OfferConnector` (`connector.py`) belongs to the engine's thread: it notes which blocks became full and which requests
-ended, and posts both to the event loop. `HandOff` belongs to the event loop: it owns the leases, the links and the
-mover, so that a step of any length delays no offer, no confirmation and no heartbeat. When a request has ended, the
-engine keeps its blocks until `HandOff` reports `released`, which it does only after the end was posted to it.
+`OfferConnector` (`offer_connector.py`) belongs to the engine's thread: it notes which blocks became full and which
+requests ended, and posts both to the event loop. `Offering` belongs to the event loop: it owns the leases and the
+readers' links, so that a step of any length delays no offer, no confirmation and no heartbeat. When a request has
+ended, the engine keeps its blocks until `Offering` reports `released`, which it does only after the end was posted to
+it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _MAX_TIMED = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """A decode node that has a link to this node."""
+    """A node that has a link to this one."""
 
     node_id: str
     incarnation: str
@@ -60,8 +61,8 @@ class _Reader:
     """How many blocks of the reader have the tokens of one here; 1 if the reader's are larger."""
 
 
-class HandOff:
-    """The sender's side of all hand-offs of one prefill node. Belongs to the event loop."""
+class Offering:
+    """The sender's side of all hand-offs of one node. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class HandOff:
     @property
     def _links(self) -> LinkServer:
         if self._server is None:
-            raise RuntimeError("HandOff.start was not called")
+            raise RuntimeError("Offering.start was not called")
         return self._server
 
     # Called for the engine, on the event loop.
@@ -200,6 +201,10 @@ class HandOff:
         `promise_broken`: the offered blocks may hold other KV by now, because of a preemption or a fault.
         """
         self._carry_out(self._book.withdraw(attempt, detail, cause, promise_broken=promise_broken))
+
+    def knows(self, attempt: AttemptKey) -> bool:
+        """Whether the attempt was named here, and is not over."""
+        return self._book.knows(attempt)
 
     def ended(self, attempt: AttemptKey) -> None:
         """Note that the engine has ended the request. It keeps the blocks until it gets `released`."""

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 class PairProber:
-    """The shell of one decode node's probes. Belongs to the event loop."""
+    """The shell of one reader's probes. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -72,7 +72,8 @@ class PairProber:
 
     def started(self) -> None:
         """The mover is up."""
-        self.probes.local_blocks = self._mover.probe_blocks
+        # The first one is filled for the readers of this node.
+        self.probes.local_blocks = self._mover.probe_blocks[1:]
 
     def close(self) -> None:
         """Carry nothing out any more."""

@@ -1,8 +1,8 @@
-"""Reads the KV of prompts that prefill nodes computed.
+"""Reads KV that other nodes computed.
 
-`IntakeConnector` (`connector.py`) belongs to the engine's thread: it tells the scheduler how many tokens of KV can be
-read from another node, and posts to the event loop where to read them to, and when requests end. `Intake` belongs to
-the event loop: it owns the transfers, the links and the mover, so that a step of any length delays nothing but the use
+`IntakeConnector` (`intake_connector.py`) belongs to the engine's thread: it tells the scheduler how many tokens of KV
+can be read from another node, and posts to the event loop where to read them to, and when requests end. `Intake`
+belongs to the event loop: it owns the transfers and the links, so that a step of any length delays nothing but the use
 of the KV that arrived. While a read may still write to a request's blocks, the engine keeps them: it gets `released`
 when both the request's end has been posted and the last read has ended.
 """
@@ -23,10 +23,10 @@ from baton.failpoints import failpoint
 from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import StageTimings
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
+from baton.node.kv.pair_prober import PairProber
+from baton.node.kv.sender_links import AbsentSenders, SenderLinks
 from baton.observe.log_limit import LimitedLog
 from baton.wire.liveness import DIRECT, PeerAccess
-from decode_node.pair_prober import PairProber
-from decode_node.senders import AbsentSenders, SenderLinks
 from kv_transfer.digests import LazyInbox
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
@@ -80,7 +80,7 @@ _MAX_STATS = 16384
 
 
 class Intake:
-    """The receiver's side of all hand-offs of one decode node. Belongs to the event loop."""
+    """The receiver's side of all hand-offs of one node. Belongs to the event loop."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from baton.engine.request import Request
 from baton.engine.runner import KVLayout
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Leg
-from decode_node.intake import Intake
+from baton.node.kv.intake import Intake
 from kv_transfer.receiver.transfer_values import (
     TransferPlan,
     TransferStats,

@@ -56,6 +56,11 @@ def block_names(request: Request, layout: KVLayout, first: int, count: int) -> S
     return names
 
 
+def names_of_cached(keys: Sequence[bytes], num_groups: int) -> Sequence[BlockName]:
+    """The names of cached blocks: of each stripe with one of these keys, those of all groups of layers."""
+    return [BlockName(group_key(key, group), True, group) for key in keys for group in range(num_groups)]
+
+
 class AskedDigests:
     """Digests that other processes compute, too (`BlockDigests`): all are asked for before the first is waited for."""
 

@@ -503,4 +503,5 @@ def placement_settings(config: RouterConfig) -> PlacementSettings:
         config.require_disaggregation == "on",
         None if most == "auto" else most,
         ServiceLevel(first or math.inf, each or math.inf),
+        config.kv_pulls,
     )

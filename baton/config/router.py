@@ -159,6 +159,12 @@ class RouterSettings(ClusterSettings):
         "hand-off; for placement by cost. auto: 512, and any number for requests with a target of their time per "
         "token, as long as the node's streams keep it.",
     )
+    kv_pulls: Literal["auto", "always", "off"] = Field(
+        "auto",
+        description="Whether the node that computes a prompt first pulls the KV of its beginning from another node's "
+        "prefix cache: where that is predicted to be quicker than to compute it (auto), always, or never (off); for "
+        "placement by cost.",
+    )
     default_ttft_ms: Milliseconds = Field(
         0.0,
         description="Time to first token at which placement by cost aims for requests that name none; 0: any. No "

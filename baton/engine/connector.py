@@ -14,6 +14,7 @@ from typing import Protocol
 
 from baton.engine.request import Request
 from baton.errors import TransferCause
+from baton.messages.ids import AttemptKey
 from baton.messages.sampling import TokenLogprobs
 from baton.values import value
 
@@ -46,11 +47,12 @@ class BlockFate(enum.Enum):
 
 @value(frozen=True, slots=True)
 class ArrivedKV:
-    """A prompt's KV has arrived and is verified, and the token after the prompt is known."""
+    """The KV of a decode leg's prompt has arrived and is verified, and the token after the prompt is known; or the KV
+    of those first tokens of a prompt that another leg has pulled."""
 
     first_token_ids: Sequence[int]
     """The output token that the prefill node sampled, as a sequence of one. It counts as generated; its KV is not
-    computed yet."""
+    computed yet. Empty for what was pulled."""
     first_logprobs: Sequence[TokenLogprobs] = ()
     """Log-probabilities for each of the first tokens, where the request asked for them."""
     partly_filled: Sequence[int] = ()
@@ -75,6 +77,21 @@ class LostKV:
 
 
 @value(frozen=True, slots=True)
+class Pin:
+    """What a reader wants to pull from the prefix cache: its blocks are to be kept while it reads them."""
+
+    attempt: AttemptKey
+    """The reader's attempt, whose own request is on another node."""
+    keys: Sequence[bytes]
+    """One for each stripe of blocks, from the beginning of the prompt on."""
+
+    @property
+    def holder(self) -> str:
+        """The id under which the blocks are kept. No request has it: an attempt may have a request here, too."""
+        return f"pull {self.attempt}"
+
+
+@value(frozen=True, slots=True)
 class KVTransferOutput:
     """Reports of KV transfers to the scheduler, which skips and counts unknown request ids."""
 
@@ -82,7 +99,9 @@ class KVTransferOutput:
     failed: Mapping[str, LostKV] = field(default_factory=dict)
     """Requests whose transfer failed. Their quarantined blocks stay in quarantine until `released` names them."""
     released: frozenset[str] = frozenset()
-    """Requests whose leased or quarantined blocks no peer or transfer accesses any more."""
+    """Requests and pins whose leased or quarantined blocks no peer or transfer accesses any more."""
+    pins: Sequence[Pin] = ()
+    """Cached blocks that are to be kept until `released` names the pin; `KVConnector.pinned` answers each."""
 
 
 class KVConnector(Protocol):
@@ -101,13 +120,18 @@ class KVConnector(Protocol):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
         """How many tokens behind the first `num_computed_tokens` (local cache hits) have KV on another node.
 
-        The answer is "not known yet" until the prefill node has begun to compute the prompt. If blocks were reserved
-        earlier, two nodes could deadlock: each one's reserved blocks could be those that the other one's prompt needs.
+        For a decode leg these are all tokens. Another leg may pull the first ones in whole blocks, if its router has
+        named a node that has more of them cached (`Request.held_prefix`).
+
+        The answer is "not known yet" until the other node has begun to compute the prompt, or keeps what is pulled. If
+        blocks were reserved earlier, two nodes could deadlock: each one's reserved blocks could be those that the other
+        one's prompt needs.
         """
         ...
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """Blocks for the whole prompt are reserved, in prompt order; the last ones are to be filled from another node.
+        """Blocks for the whole prompt, or for what is pulled of it, are reserved, in prompt order; the last ones are to
+        be filled from another node.
 
         `num_external_tokens`: how many tokens are to be filled. The blocks before them came from the local cache and
         must not be written. For a prefill leg it is 0, and the call says that its computation begins.
@@ -119,7 +143,11 @@ class KVConnector(Protocol):
         ...
 
     def load_failed(self, request: Request, block_ids: Sequence[int]) -> BlockFate:
-        """A load into these blocks failed and the request is computed here: no method is called for it any more."""
+        """A load into these blocks is over and the request is computed here, behind what it brought."""
+        ...
+
+    def pinned(self, pin: Pin, block_ids: Sequence[int]) -> None:
+        """The cached blocks of a pin, for its first keys one of every group of layers each; empty: nothing is kept."""
         ...
 
     def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
@@ -149,6 +177,9 @@ class NullConnector:
 
     def load_failed(self, request: Request, block_ids: Sequence[int]) -> BlockFate:
         return BlockFate.FREE
+
+    def pinned(self, pin: Pin, block_ids: Sequence[int]) -> None:
+        return
 
     def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
         return BlockFate.FREE

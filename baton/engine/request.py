@@ -12,7 +12,7 @@ from baton.engine.constraints import RepetitionDetector
 from baton.engine.encoder_cache import encoder_inputs
 from baton.machine import IllegalEvent
 from baton.messages.ids import AttemptKey, Peer
-from baton.messages.node import Leg, Outcome
+from baton.messages.node import HeldPrefix, Leg, Outcome
 from baton.messages.pooling import Pooling, PoolingParams
 from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
@@ -133,12 +133,13 @@ class Request:
     __slots__ = (
         "adapter", "append_only_until", "arrival_time", "attempt", "beams", "block_hashes", "client_index",
         "draft_counts", "drafts", "encoder_inputs", "eos_token_ids", "error", "group", "has_new_draft_counts",
+        "held_prefix",
         "is_known", "is_long", "kv_source", "last_logprobs", "leg", "matchers", "num_cached_tokens",
         "num_computed_tokens", "num_external_tokens", "num_found_tokens", "num_preemptions", "num_prompt_tokens",
         "num_submitted_tokens", "num_unreported", "outcome", "output_token_ids", "parent_id", "pooling",
-        "prompt_logprobs", "prompt_token_ids", "queue_position", "reader_block_size", "repetition", "request_id",
-        "root_id", "sampling_params", "sequence_index", "spans", "spec", "spec_token_ids", "status", "stop_ids",
-        "stop_reason", "turn_in_s",
+        "prompt_logprobs", "prompt_token_ids", "pulled_end", "queue_position", "reader_block_size", "repetition",
+        "request_id", "root_id", "sampling_params", "sequence_index", "spans", "spec", "spec_token_ids", "status",
+        "stop_ids", "stop_reason", "turn_in_s",
     )  # fmt: skip
 
     def __init__(
@@ -155,11 +156,13 @@ class Request:
         reader_block_size: int = 0,
         attempt: AttemptKey | None = None,
         turn_in_s: float = 0.0,
+        held_prefix: HeldPrefix | None = None,
     ) -> None:
         """`spec`: what is computed; the runner has its adapter loaded, or loads it before the request is scheduled.
         `output_token_ids`: tokens that an earlier attempt generated, which generation continues; one sequence only.
         `reader_block_size`: of a prefill leg, tokens in a block of the node that is to read its KV; 0: as many as here.
         `attempt`: its name towards routers and other nodes, where there are any.
+        `held_prefix`: where the KV of its first tokens may be pulled from.
         `turn_in_s`: how many seconds after its arrival it is its turn, where requests are served in turn.
 
         Raises ValueError for arguments that contradict each other.
@@ -193,6 +196,11 @@ class Request:
         self.turn_in_s = turn_in_s
         self.leg = leg
         self.kv_source = kv_source
+        self.held_prefix = held_prefix
+        """Where the KV of more of its first tokens may be pulled from than are cached here; None: nowhere, or it was
+        tried."""
+        self.pulled_end = 0
+        """While that is pulled: how many of its first tokens have KV afterwards; 0: nothing is pulled."""
         self.pooling = (spec.pooling or PoolingParams()) if leg is Leg.EMBED else None
         """The vector that an embedding leg makes of the prompt; None for all others."""
         self.reader_block_size = reader_block_size

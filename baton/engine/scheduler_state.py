@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from baton.clock import Clock
 from baton.engine.batch import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, Failure
-from baton.engine.connector import BlockFate, KVConnector, LostKV
+from baton.engine.connector import BlockFate, KVConnector
 from baton.engine.decode_set import DecodeSet
 from baton.engine.encoder_cache import EncoderCache
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
@@ -318,13 +318,14 @@ class SchedulerState:
         request.num_computed_tokens = 0
         request.is_long = True
 
-    def give_up_load(self, request: Request, lost: LostKV) -> int:
-        """Take the blocks of a request whose load failed. Returns how many of its leading tokens are cached now.
+    def give_up_load(self, request: Request, num_valid_blocks: int, partly_filled: Sequence[int]) -> int:
+        """Take the blocks of a request whose load is over. Returns how many of its leading tokens are cached now.
 
-        The valid blocks hold KV, and nothing writes to them: they enter the prefix cache and are idle there, so that no
-        request holds blocks while it waits for more. The other blocks are in no cache.
+        `num_valid_blocks`, `partly_filled`: as in `LostKV`. The valid blocks hold KV, and nothing writes to them: they
+        enter the prefix cache and are idle there, so that no request holds blocks while it waits for more. The other
+        blocks are in no cache.
         """
-        manager, num_valid_blocks = self.kv_cache_manager, lost.num_valid_blocks
+        manager = self.kv_cache_manager
         # The draft model may be computing its tokens in these blocks.
         self._finished_req_ids.add(request.request_id)
         try:
@@ -332,7 +333,7 @@ class SchedulerState:
         except Exception:
             self.counters.num_connector_errors += 1
             fate, num_valid_blocks = BlockFate.QUARANTINED, 0
-        manager.note_partly_filled(request, lost.partly_filled)
+        manager.note_partly_filled(request, partly_filled)
         num_stripes = manager.cache_valid(request, num_valid_blocks)
         # Groups with windows may have fewer: blocks that only the next query would see were never loaded.
         num_cached_tokens = manager.get_computed_blocks(request, with_host=False).num_tokens

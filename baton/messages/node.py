@@ -153,6 +153,14 @@ def _bits(model_fingerprint: str, dtype: str, numerics: str, bit_exact: bool) ->
     return hashlib.sha256(decided_by.encode()).hexdigest()[:12]
 
 
+@dataclass(frozen=True, slots=True)
+class HeldPrefix:
+    """The KV of a prompt's first tokens, which a node has in its prefix cache."""
+
+    peer: Peer
+    num_tokens: int
+
+
 @value(frozen=True, slots=True)
 class Submit:
     """Router to node: run this leg of this attempt."""
@@ -172,6 +180,9 @@ class Submit:
     turn: float | None = None
     """In how many seconds it is its turn on the node, see `router.admission.turns`; None: at once, as the router shares
     nothing among tenants, or is of an earlier version."""
+    held_prefix: HeldPrefix | None = None
+    """For a leg that computes the prompt: a node from which it may pull the KV of the first tokens, if it has them not
+    itself; None: the router knows of none from which that would pay."""
 
     @property
     def num_sequences(self) -> int:

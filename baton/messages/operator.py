@@ -263,6 +263,8 @@ class PlacementWay:
     total_ms: float
     tokens_per_step: float = 1.0
     """Tokens that a sequence gets from a step on average: more than 1 where drafts are right. 0: an older router."""
+    pulled_tokens: int = 0
+    """Further tokens of the prompt whose KV the node that computes it pulls from another node's cache."""
 
     @property
     def first_token_ms(self) -> float:

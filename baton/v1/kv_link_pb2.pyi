@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class OpenRequest(_message.Message):
-    __slots__ = ("hello", "subscribe", "read_progress", "confirm_read", "abandon", "heartbeat", "expect", "confirm_part", "ask_probe", "probe_result")
+    __slots__ = ("hello", "subscribe", "read_progress", "confirm_read", "abandon", "heartbeat", "expect", "confirm_part", "ask_probe", "probe_result", "pull")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
     READ_PROGRESS_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class OpenRequest(_message.Message):
     CONFIRM_PART_FIELD_NUMBER: _ClassVar[int]
     ASK_PROBE_FIELD_NUMBER: _ClassVar[int]
     PROBE_RESULT_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
     hello: LinkHello
     subscribe: Subscribe
     read_progress: ReadProgress
@@ -30,7 +31,8 @@ class OpenRequest(_message.Message):
     confirm_part: ConfirmPart
     ask_probe: AskProbe
     probe_result: ProbeResult
-    def __init__(self, hello: _Optional[_Union[LinkHello, _Mapping]] = ..., subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., read_progress: _Optional[_Union[ReadProgress, _Mapping]] = ..., confirm_read: _Optional[_Union[ConfirmRead, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., expect: _Optional[_Union[Expect, _Mapping]] = ..., confirm_part: _Optional[_Union[ConfirmPart, _Mapping]] = ..., ask_probe: _Optional[_Union[AskProbe, _Mapping]] = ..., probe_result: _Optional[_Union[ProbeResult, _Mapping]] = ...) -> None: ...
+    pull: Pull
+    def __init__(self, hello: _Optional[_Union[LinkHello, _Mapping]] = ..., subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., read_progress: _Optional[_Union[ReadProgress, _Mapping]] = ..., confirm_read: _Optional[_Union[ConfirmRead, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., expect: _Optional[_Union[Expect, _Mapping]] = ..., confirm_part: _Optional[_Union[ConfirmPart, _Mapping]] = ..., ask_probe: _Optional[_Union[AskProbe, _Mapping]] = ..., probe_result: _Optional[_Union[ProbeResult, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ...) -> None: ...
 
 class OpenResponse(_message.Message):
     __slots__ = ("welcome", "offer", "read_confirmed", "offer_lost", "heartbeat", "begun", "part_confirmed", "probe_ready")
@@ -71,7 +73,7 @@ class LinkHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., cluster: _Optional[str] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., peer_incarnation: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., address: _Optional[str] = ...) -> None: ...
 
 class LinkWelcome(_message.Message):
-    __slots__ = ("node_id", "incarnation", "layout", "agent_metadata", "base_address", "num_blocks", "memory_kind", "device_id", "heartbeat_ms", "num_probe_blocks", "layers", "other_parts")
+    __slots__ = ("node_id", "incarnation", "layout", "agent_metadata", "base_address", "num_blocks", "memory_kind", "device_id", "heartbeat_ms", "num_probe_blocks", "layers", "other_parts", "takes_pulls")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +86,7 @@ class LinkWelcome(_message.Message):
     NUM_PROBE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     OTHER_PARTS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_PULLS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: str
     layout: KvLayout
@@ -96,7 +99,8 @@ class LinkWelcome(_message.Message):
     num_probe_blocks: int
     layers: LayerRange
     other_parts: _containers.RepeatedCompositeFieldContainer[MemoryPart]
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., num_blocks: _Optional[int] = ..., memory_kind: _Optional[str] = ..., device_id: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., num_probe_blocks: _Optional[int] = ..., layers: _Optional[_Union[LayerRange, _Mapping]] = ..., other_parts: _Optional[_Iterable[_Union[MemoryPart, _Mapping]]] = ...) -> None: ...
+    takes_pulls: bool
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., num_blocks: _Optional[int] = ..., memory_kind: _Optional[str] = ..., device_id: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., num_probe_blocks: _Optional[int] = ..., layers: _Optional[_Union[LayerRange, _Mapping]] = ..., other_parts: _Optional[_Iterable[_Union[MemoryPart, _Mapping]]] = ..., takes_pulls: _Optional[bool] = ...) -> None: ...
 
 class MemoryPart(_message.Message):
     __slots__ = ("layers", "agent_metadata", "base_address", "memory_kind", "device_id")
@@ -175,10 +179,12 @@ class Expect(_message.Message):
     def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ...) -> None: ...
 
 class Begun(_message.Message):
-    __slots__ = ("attempt",)
+    __slots__ = ("attempt", "num_tokens")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     attempt: _node_pb2.Attempt
-    def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ...) -> None: ...
+    num_tokens: int
+    def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class Subscribe(_message.Message):
     __slots__ = ("attempt", "first_block")
@@ -187,6 +193,14 @@ class Subscribe(_message.Message):
     attempt: _node_pb2.Attempt
     first_block: int
     def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ..., first_block: _Optional[int] = ...) -> None: ...
+
+class Pull(_message.Message):
+    __slots__ = ("attempt", "keys")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    attempt: _node_pb2.Attempt
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Offer(_message.Message):
     __slots__ = ("attempt", "first_block", "block_ids", "lease_ms", "closing", "digest_every", "digest_parts")

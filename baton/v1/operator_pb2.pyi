@@ -227,7 +227,7 @@ class PlacementDecision(_message.Message):
     def __init__(self, attempt: _Optional[int] = ..., age_s: _Optional[float] = ..., policy: _Optional[str] = ..., decision: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., ways: _Optional[_Iterable[_Union[PlacementWay, _Mapping]]] = ..., outcome: _Optional[_Union[PlacementOutcome, _Mapping]] = ..., bits: _Optional[str] = ..., continues_only_at: _Optional[str] = ..., tenant_counter: _Optional[float] = ..., virtual_time: _Optional[float] = ...) -> None: ...
 
 class PlacementWay(_message.Message):
-    __slots__ = ("prefill_node", "decode_node", "queue_ms", "cached_tokens", "prefill_ms", "decode_cached_tokens", "handoff_ms", "decode_ms", "stall_ms", "token_ms", "total_ms", "tokens_per_step")
+    __slots__ = ("prefill_node", "decode_node", "queue_ms", "cached_tokens", "prefill_ms", "decode_cached_tokens", "handoff_ms", "decode_ms", "stall_ms", "token_ms", "total_ms", "tokens_per_step", "pulled_tokens")
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
@@ -240,6 +240,7 @@ class PlacementWay(_message.Message):
     TOKEN_MS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
+    PULLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prefill_node: str
     decode_node: str
     queue_ms: float
@@ -252,7 +253,8 @@ class PlacementWay(_message.Message):
     token_ms: float
     total_ms: float
     tokens_per_step: float
-    def __init__(self, prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., queue_ms: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., prefill_ms: _Optional[float] = ..., decode_cached_tokens: _Optional[int] = ..., handoff_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., stall_ms: _Optional[float] = ..., token_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., tokens_per_step: _Optional[float] = ...) -> None: ...
+    pulled_tokens: int
+    def __init__(self, prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., queue_ms: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., prefill_ms: _Optional[float] = ..., decode_cached_tokens: _Optional[int] = ..., handoff_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., stall_ms: _Optional[float] = ..., token_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., tokens_per_step: _Optional[float] = ..., pulled_tokens: _Optional[int] = ...) -> None: ...
 
 class PlacementOutcome(_message.Message):
     __slots__ = ("queue_ms", "prefill_ms", "transfer_ms", "cached_tokens", "kv_bytes", "first_token_ms", "best", "regret_ms")

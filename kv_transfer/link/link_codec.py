@@ -31,6 +31,7 @@ from kv_transfer.link.link_messages import (
     ProbeMessage,
     ProbeReady,
     ProbeResult,
+    Pull,
     ReadConfirmed,
     ReaderMessage,
     ReadProgress,
@@ -49,6 +50,7 @@ _READER_MESSAGES: OneOfCodec[ReaderMessage, kv_link_pb2.OpenRequest] = OneOfCode
     kv_link_pb2.OpenRequest,
     Codec(Expect, kv_link_pb2.Expect),
     Codec(Subscribe, kv_link_pb2.Subscribe),
+    Codec(Pull, kv_link_pb2.Pull),
     Codec(ReadProgress, kv_link_pb2.ReadProgress),
     Codec(ConfirmRead, kv_link_pb2.ConfirmRead),
     Codec(ConfirmPart, kv_link_pb2.ConfirmPart),
@@ -112,7 +114,7 @@ def read_reader_message(request: kv_link_pb2.OpenRequest) -> ReaderMessage | Non
     return message if isinstance(message, Heartbeat | ProbeMessage) or _is_sound(message) else None
 
 
-def _is_sound(message: LeaseMessage | None) -> bool:
+def _is_sound(message: LeaseMessage | Pull | None) -> bool:
     """Senders remember what readers ask for, and a name of any length would be remembered at that length."""
     return message is not None and SCOPED_ID_PATTERN.match(request_of(message)) is not None
 

@@ -63,6 +63,8 @@ class LinkWelcome:
     """The layers that this memory holds of each block; None: all of them."""
     other_parts: Sequence[MemoryPart] = ()
     """The memories that hold the other layers of the same blocks, in the order of the layers."""
+    takes_pulls: bool = False
+    """Whether it understands `Pull`; False: an earlier version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,15 @@ class Subscribe:
 
 
 @dataclass(frozen=True, slots=True)
+class Pull:
+    """Reader: I will read what you have cached under these keys, and reserve blocks for what you say has `Begun`."""
+
+    attempt: AttemptKey
+    keys: Sequence[bytes]
+    """One for each `block_size` tokens of the prompt, from its beginning on (`baton.engine.kv_cache.block_hash`)."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReadProgress:
     """Reader: I have read so many blocks, from the subscription's first on."""
 
@@ -145,10 +156,11 @@ class Abandon:
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """Part of the last offer: the prompt is computed."""
+    """Part of the last offer: the prompt is computed, or what was pulled is offered."""
 
     num_prompt_tokens: int
     first_token_ids: Sequence[int]
+    """Empty for what was pulled."""
     ended: bool
     """The request ended with its first token: nothing is left to decode."""
     first_logprobs: Sequence[TokenLogprobs] = ()
@@ -162,6 +174,8 @@ class Begun:
     """Sender: this attempt has all the blocks that it needs here, so it will be computed whatever you do."""
 
     attempt: AttemptKey
+    num_tokens: int = 0
+    """For `Pull`: how many of the prompt's first tokens have blocks here, which are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +247,7 @@ LeaseMessage = Expect | Subscribe | ReadProgress | ConfirmPart | ConfirmRead | A
 """A reader's message about its leases."""
 OfferMessage = Begun | Offer | PartConfirmed | ReadConfirmed | OfferLost | Heartbeat
 """A sender's message about what it offers."""
-ReaderMessage = LeaseMessage | AskProbe | ProbeResult
+ReaderMessage = LeaseMessage | Pull | AskProbe | ProbeResult
 SenderMessage = OfferMessage | ProbeReady
 
 
@@ -264,6 +278,7 @@ def welcome_of(identity: LinkIdentity, node: PeerNode, heartbeat_ms: int) -> Lin
         num_probe_blocks=first.num_probe_blocks,
         heartbeat_ms=heartbeat_ms,
         layers=first.layers,
+        takes_pulls=True,
         other_parts=[
             # A memory of all layers has no others beside it.
             MemoryPart(part.layers or range(0), part.agent_metadata, part.base_address, part.kind, part.device_id)

@@ -33,6 +33,11 @@ class BlockMap:
         return max(1, self.sender_block_size // self.reader_block_size)
 
     @property
+    def is_equal(self) -> bool:
+        """Whether the blocks of both have as many tokens."""
+        return self.sender_block_size == self.reader_block_size
+
+    @property
     def reader_parts(self) -> int:
         """Sub-blocks in a block of the reader."""
         return max(1, self.reader_block_size // self.sender_block_size)

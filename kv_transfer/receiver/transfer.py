@@ -49,6 +49,7 @@ from kv_transfer.link.link_messages import (
     OfferLost,
     OfferMessage,
     PartConfirmed,
+    Pull,
     ReadConfirmed,
     ReaderMessage,
     ReadProgress,
@@ -56,7 +57,7 @@ from kv_transfer.link.link_messages import (
     is_digested,
 )
 from kv_transfer.receiver.block_map import BlockMap, SenderBlocks
-from kv_transfer.receiver.transfer_records import ReadInFlight, SenderLink, Transfer, offer_objection
+from kv_transfer.receiver.transfer_records import ExpectedKV, ReadInFlight, SenderLink, Transfer, offer_objection
 from kv_transfer.receiver.transfer_values import (
     TRANSFER_TABLE,
     AbandonRead,
@@ -106,8 +107,8 @@ class TransferBook:
         self._clock = clock or SystemClock()
         self._max_quarantined_blocks = max_quarantined_blocks
         self._transfers: dict[AttemptKey, Transfer] = {}
-        self._expected: dict[AttemptKey, Peer] = {}
-        """The senders of attempts that wait for blocks."""
+        self._expected: dict[AttemptKey, ExpectedKV] = {}
+        """Attempts that wait for blocks."""
         self._links: dict[str, SenderLink] = {}
         """The link to each sender, by incarnation."""
         self._reads: dict[int, Transfer] = {}
@@ -126,12 +127,15 @@ class TransferBook:
 
     # What the engine did.
 
-    def expect(self, attempt: AttemptKey, source: Peer) -> list[TransferEffect]:
-        """A request whose prompt is computed elsewhere came, and waits for blocks; `MayPlan` or `Failed` answers."""
-        self._expected[attempt] = source
+    def expect(self, attempt: AttemptKey, source: Peer, keys: Sequence[bytes] = ()) -> list[TransferEffect]:
+        """A request whose prompt is computed elsewhere came, and waits for blocks; `MayPlan` or `Failed` answers.
+
+        `keys`: of the first blocks of a prompt, if these are to be pulled from the sender's prefix cache.
+        """
+        self._expected[attempt] = ExpectedKV(source, Pull(attempt, keys) if keys else Expect(attempt))
         expected = Recorded("expected", attempt)
         if source.incarnation in self._links:
-            return [*self._tell_sender(source.incarnation, Expect(attempt)), expected]
+            return [*self._tell_sender(source.incarnation, self._expected[attempt].question), expected]
         self._links[source.incarnation] = SenderLink()
         return [OpenLink(source), expected]
 
@@ -169,15 +173,15 @@ class TransferBook:
 
     def refuse_waiting(self, incarnation: str, cause: TransferCause, detail: str) -> list[TransferEffect]:
         """The sender can't be used for some time: requests that wait for blocks fail, and its link stays."""
-        waiting = [attempt for attempt, source in self._expected.items() if source.incarnation == incarnation]
+        waiting = [attempt for attempt, kv in self._expected.items() if kv.source.incarnation == incarnation]
         return [effect for attempt in waiting for effect in self._fail_expected(attempt, cause, detail)]
 
     def abandon(self, attempt: AttemptKey) -> list[TransferEffect]:
         """Nobody wants the attempt any more; the engine need not know yet. An unknown attempt changes nothing."""
         expected = self._expected.pop(attempt, None)
         if expected is not None:
-            self._outcomes[expected.node_id, TransferCause.CANCELLED.value] += 1
-            return self._tell_sender(expected.incarnation, Abandon(attempt, False))
+            self._outcomes[expected.source.node_id, TransferCause.CANCELLED.value] += 1
+            return self._tell_sender(expected.source.incarnation, Abandon(attempt, False))
         transfer = self._transfers.get(attempt)
         if transfer is None or transfer.is_quarantined:
             return []
@@ -199,8 +203,8 @@ class TransferBook:
     def peer_ready(self, incarnation: str, num_blocks: int, block_map: BlockMap | None = None) -> list[TransferEffect]:
         """The link is up and the sender's `num_blocks` blocks can be read. `block_map`: None for equal block sizes."""
         self._links[incarnation] = SenderLink(num_blocks, block_map or BlockMap())
-        expected = [attempt for attempt, source in self._expected.items() if source.incarnation == incarnation]
-        effects: list[TransferEffect] = [TellSender(incarnation, Expect(attempt)) for attempt in expected]
+        expected = [kv.question for kv in self._expected.values() if kv.source.incarnation == incarnation]
+        effects: list[TransferEffect] = [TellSender(incarnation, question) for question in expected]
         for transfer in self._transfers_of(incarnation):
             if transfer.state is TransferState.PLANNED:
                 effects += self._subscribe(transfer)
@@ -228,8 +232,8 @@ class TransferBook:
         if isinstance(message, Heartbeat):
             return []
         kind = type(message).__name__
-        source = self._expected.get(message.attempt)
-        if source is not None and source.incarnation == incarnation:
+        expected = self._expected.get(message.attempt)
+        if expected is not None and expected.source.incarnation == incarnation:
             return self._received_before_plan(message)
         transfer = self._transfers.get(message.attempt)
         if transfer is None or transfer.sender != incarnation:
@@ -369,8 +373,8 @@ class TransferBook:
         self, message: Begun | Offer | PartConfirmed | ReadConfirmed | OfferLost
     ) -> list[TransferEffect]:
         match message:
-            case Begun(attempt):
-                return [MayPlan(attempt)]
+            case Begun(attempt, num_tokens):
+                return [MayPlan(attempt, num_tokens)]
             case OfferLost(attempt, detail, cause):
                 return self._fail_expected(attempt, cause, detail)
             case _:
@@ -378,7 +382,7 @@ class TransferBook:
                 return []
 
     def _fail_expected(self, attempt: AttemptKey, cause: TransferCause, detail: str) -> list[TransferEffect]:
-        return self._report_failure(self._expected.pop(attempt), attempt, cause, detail)
+        return self._report_failure(self._expected.pop(attempt).source, attempt, cause, detail)
 
     def _subscribe(self, transfer: Transfer) -> list[TransferEffect]:
         transfer.machine.feed(TransferEvent.SUBSCRIBED)
@@ -386,7 +390,7 @@ class TransferBook:
         transfer.blocks = self._links[transfer.sender].block_map.view(transfer.plan)
         first = transfer.next_block = transfer.valid_end = transfer.confirm_part_end = transfer.blocks.first_block
         subscribe = self._tell(transfer, Subscribe(attempt, first))
-        return [*subscribe, Recorded("subscribed", attempt, first)]
+        return [*subscribe, Recorded("pull_begun" if transfer.plan.is_pull else "subscribed", attempt, first)]
 
     def _offer_received(self, transfer: Transfer, offer: Offer) -> list[TransferEffect]:
         end = offer.end_block

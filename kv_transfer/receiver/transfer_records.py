@@ -8,10 +8,20 @@ from dataclasses import dataclass, field
 
 from baton.errors import TransferCause
 from baton.machine import Machine
+from baton.messages.ids import Peer
 from baton.messages.kv_cache import NULL_BLOCK
-from kv_transfer.link.link_messages import Closing, Offer, ReadConfirmed
+from kv_transfer.link.link_messages import Closing, Expect, Offer, Pull, ReadConfirmed
 from kv_transfer.receiver.block_map import BlockMap, SenderBlocks
 from kv_transfer.receiver.transfer_values import TransferEvent, TransferPlan, TransferState
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedKV:
+    """KV that a request waits for, which has no blocks reserved for it yet."""
+
+    source: Peer
+    question: Expect | Pull
+    """What its sender is asked, on each link to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +148,7 @@ def _closing_objection(blocks: SenderBlocks, closing: Closing, end: int, vocab_s
             f"a prompt of {closing.num_prompt_tokens} tokens in {end} blocks was offered, "
             f"expected {num_tokens} tokens in {blocks.num_blocks}"
         )
-    return _token_objection(closing.first_token_ids, vocab_size)
+    return None if blocks.plan.is_pull else _token_objection(closing.first_token_ids, vocab_size)
 
 
 def _token_objection(token_ids: Sequence[int], vocab_size: int) -> str | None:

@@ -99,6 +99,8 @@ class TransferPlan:
     group of layers has left it behind with its window."""
     first_block: int
     """The prompt blocks before this one hold their KV already."""
+    is_pull: bool = False
+    """Whether these are the first tokens of a prompt, from the sender's prefix cache: no token comes with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,8 @@ class MayPlan:
     """Blocks may be reserved for this attempt, since the sender has begun to compute it."""
 
     attempt: AttemptKey
+    num_tokens: int = 0
+    """For a pull: how many of the prompt's first tokens the sender keeps for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,14 +85,18 @@ class LeaseBook:
 
     # What the engine did.
 
-    def begun(self, attempt: AttemptKey) -> list[LeaseEffect]:
-        """A prompt has all its blocks: from here on it will be computed, whatever becomes of the others."""
+    def begun(self, attempt: AttemptKey, num_cached_tokens: int = 0) -> list[LeaseEffect]:
+        """A prompt has all its blocks: from here on it will be computed, whatever becomes of the others.
+
+        `num_cached_tokens`: so many tokens are in the prefix cache and kept, for a reader that pulls them.
+        """
         if self._records.is_over(attempt):
             return []
         lease = self._records.get_or_make(attempt)
         if not lease.machine.accepts(LeaseEvent.BEGIN):
             return []
         lease.machine.feed(LeaseEvent.BEGIN)
+        lease.num_cached_tokens = num_cached_tokens
         return self._tell_begun(lease)
 
     def offer(
@@ -340,7 +344,9 @@ class LeaseBook:
         return self._tell_begun(lease)
 
     def _tell_begun(self, lease: AttemptLease) -> list[LeaseEffect]:
-        return [TellReader(lease.expected_on, Begun(lease.attempt))] if lease.expected_on is not None else []
+        if lease.expected_on is None:
+            return []
+        return [TellReader(lease.expected_on, Begun(lease.attempt, lease.num_cached_tokens))]
 
     def _subscription(self, link: int, attempt: AttemptKey, first_block: int) -> list[LeaseEffect]:
         known = self._records.get(attempt)

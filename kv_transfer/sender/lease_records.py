@@ -48,6 +48,8 @@ class AttemptLease:
     granted_at: float = 0.0
     """When the first blocks were offered, on the clock's monotonic time."""
     block_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    """For a reader that pulls: how many tokens its blocks have."""
     digests: list[int] = field(default_factory=list)
     digest_parts: int = 1
     """Digests of each block."""

@@ -170,7 +170,7 @@ class Attempt:
             queue_ms=prompt.queue_ms,
             prefill_ms=prompt.prefill_ms,
             transfer_ms=pulled.transfer_ms,
-            cached_tokens=prompt.cached_tokens,
+            cached_tokens=prompt.cached_tokens + (0 if prompt is reported.decode else prompt.external_tokens),
             external_tokens=pulled.external_tokens,
             kv_bytes=pulled.kv_bytes,
         )
@@ -205,6 +205,7 @@ class Attempt:
             takeover=takeover,
             reader_block_size=reader_block_size,
             turn=turn,
+            held_prefix=placement.held_prefix if placement and leg is not Leg.DECODE else None,
         )
 
     def _spec(self, leg: Leg) -> RequestSpec:

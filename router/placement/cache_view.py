@@ -52,6 +52,18 @@ def key_scheme_of(node: NodeDescription) -> KeyScheme | None:
     return KeyScheme(fields, node.most_short_tokens, node.block_size)
 
 
+class CachedTokens(NamedTuple):
+    """How many of a prompt's first tokens each node has, by incarnation; nodes that have none are left out."""
+
+    soon: Mapping[str, int]
+    """Those that are on their way there included."""
+    now: Mapping[str, int]
+    """As the nodes have reported."""
+
+
+NOTHING_CACHED = CachedTokens({}, {})
+
+
 class PromptKeys:
     """The keys of one prompt's blocks, each computed once, when it is needed."""
 
@@ -161,29 +173,31 @@ class CacheView:
         self._expected.remove(incarnation, milestones)
 
     def cached_tokens(self, prompt: PromptKeys, nodes: Sequence[NodeDescription]) -> Mapping[str, int]:
-        """How many of a prompt's first tokens each node has; nodes that have none are left out.
+        """How many of a prompt's first tokens each node has, or will have soon; nodes that have none are left out.
 
         Keys are computed only as far as a node has all of them.
         """
         return self.cached_by_scheme(
             prompt, frozenset(scheme for node in nodes if (scheme := key_scheme_of(node)) is not None)
-        )
+        ).soon
 
-    def cached_by_scheme(self, prompt: PromptKeys, schemes: Set[KeyScheme]) -> Mapping[str, int]:
-        """`cached_tokens` of all nodes with these key schemes."""
+    def cached_by_scheme(self, prompt: PromptKeys, schemes: Set[KeyScheme]) -> CachedTokens:
+        """What all nodes with these key schemes have cached of a prompt."""
         reported = [index for index in self._tiers.values() if not index.is_empty]
         has_expected = not self._expected.is_empty
         if not (reported or has_expected):
-            return {}
+            return NOTHING_CACHED
+        now: dict[str, int] = {}
         cached: dict[str, int] = {}
         for scheme in schemes:
             num_blocks = _leading(prompt, scheme, reported)
+            now.update((incarnation, count * scheme.block_size) for incarnation, count in num_blocks.items())
             on_their_way = self._expected.leading(prompt.milestones(scheme)) if has_expected else {}
             for incarnation, passed in on_their_way.items():
                 num_blocks[incarnation] = max(1 << passed - 1, num_blocks.get(incarnation, 0))
             for incarnation, count in num_blocks.items():
                 cached[incarnation] = count * scheme.block_size
-        return cached
+        return CachedTokens(cached, now)
 
     def _forget_reported(self, incarnation: str) -> None:
         for index in (*self._tiers.values(), self._rows):

@@ -3,7 +3,8 @@
 A *way* is a pair of nodes or a node alone. All costs are in milliseconds. On a pair a request costs
 
     queue      the work that the prefill node has to do first, and the rest of the step that it is in
-  + prefill    computing the prompt tokens that the prefill node has not cached, in as many steps as they take
+  + prefill    computing the prompt tokens that the prefill node has not cached, in as many steps as they take, after it
+               has pulled those that another node has cached, where that is quicker than to compute them
   + handoff    moving the bytes that are left when the prompt is computed: the decode node's cached blocks never move,
                and the others have moved while the prompt was computed, except for those of the last chunk
   + decode     computing the output, at the decode node's time per token with one more sequence in its batch: the time
@@ -43,6 +44,8 @@ from router.placement.room import Lack
 
 HANDOFF_MS = 2.0
 """The cost of a hand-off beside its bytes: a subscription, a confirmation, and the step that the request joins."""
+PULL_MS = 4.0
+"""The cost of a pull beside its bytes: the question, a confirmation, and the time until the next step begins."""
 _DEFAULT_CHUNK = 512
 _OUTPUT_TOKENS = 128
 """The longest output that is assumed: few outputs are as long as they may be."""
@@ -116,9 +119,10 @@ class NodeCosts:
         share = (worked_ms + self.waiting_ms + more_ms) / self.stream_ms
         return self.decode_ms / max(LEAST_LEFT, 1.0 - share)
 
-    def prefill_ms(self, tokens: int) -> float:
-        """The time to compute so many tokens of a prompt, once it is its turn."""
-        return -(-tokens // self.chunk) * self.step_ms + tokens * self.token_ms
+    def prefill_ms(self, tokens: int, pulled: int = 0) -> float:
+        """The time to compute so many tokens of a prompt, once it is its turn, and to pull so many before that."""
+        compute_ms = -(-tokens // self.chunk) * self.step_ms + tokens * self.token_ms
+        return compute_ms + PULL_MS + pulled * self.kv_token_ms if pulled else compute_ms
 
 
 def node_costs(
@@ -189,6 +193,19 @@ def share_grows_at(attached_at: float, now: float) -> float:
 
 
 @value(frozen=True, slots=True)
+class Held:
+    """The node that has most of a prompt cached, from which others may pull it."""
+
+    node: NodeDescription
+    kv_format: KVFormat
+    """Of the node: those may pull that have the same one."""
+    num_tokens: int
+    """How many of the prompt's first tokens it has."""
+    always: bool = False
+    """Whether it is pulled even where that is not quicker."""
+
+
+@value(frozen=True, slots=True)
 class PlacementQuery:
     """A request, and everything that is known when its nodes are chosen."""
 
@@ -202,6 +219,8 @@ class PlacementQuery:
     """A decode node computes at most so many tokens of a prompt while there is a pair."""
     now: float = 0.0
     """Seconds on the router's clock."""
+    held: Held | None = None
+    """Which node may be pulled from; None: none has anything of the prompt."""
     may_stay: bool = False
     """Whether a prefill node may decode, while no decode node has room for another stream."""
     passed_over: Set[str] = frozenset()
@@ -212,9 +231,9 @@ class PlacementQuery:
     def pair_terms(self, prefill: NodeCosts, decode: NodeCosts) -> PlacementWay:
         """The cost of a pair."""
         tokens = self.demand.num_prompt_tokens
-        there, here = self._cached(prefill), self._cached(decode, at_most=tokens)
-        left = tokens - there
-        prefill_ms = prefill.prefill_ms(left)
+        there, here, pulled = self._cached(prefill), self._cached(decode, at_most=tokens), self.pulled(prefill)
+        left = tokens - there - pulled
+        prefill_ms = prefill.prefill_ms(left, pulled)
         handoff_ms = _handoff_ms(decode, tokens - here, min(left, prefill.chunk), prefill_ms)
         decode_ms = self.output_tokens * decode.decode_ms
         stall_ms = WORK_SHARE * prefill_ms + prefill.streams * prefill.token_ms * left
@@ -231,13 +250,14 @@ class PlacementQuery:
             token_ms=decode.decode_ms,
             total_ms=prefill.queue_ms + prefill_ms + handoff_ms + decode_ms + stall_ms,
             tokens_per_step=decode.tokens_per_step,
+            pulled_tokens=pulled,
         )
 
     def alone_terms(self, node: NodeCosts) -> PlacementWay:
         """The cost of one node that does it all."""
-        there = self._cached(node)
-        left = self.demand.num_prompt_tokens - there
-        prefill_ms = node.prefill_ms(left)
+        there, pulled = self._cached(node), self.pulled(node)
+        left = self.demand.num_prompt_tokens - there - pulled
+        prefill_ms = node.prefill_ms(left, pulled)
         decode_ms = self.output_tokens * node.decode_ms
         stall_ms = WORK_SHARE * prefill_ms + node.streams * node.token_ms * left
         return PlacementWay(
@@ -253,12 +273,21 @@ class PlacementQuery:
             token_ms=node.decode_ms,
             total_ms=node.queue_ms + prefill_ms + decode_ms + stall_ms,
             tokens_per_step=node.tokens_per_step,
+            pulled_tokens=pulled,
         )
 
     def uncached(self, node: NodeCosts) -> int:
         """How many tokens of the prompt the node would compute."""
-        tokens = self.demand.num_prompt_tokens
-        return max(1, tokens - self.cached.get(node.node.incarnation, 0))
+        return self.demand.num_prompt_tokens - self._cached(node) - self.pulled(node)
+
+    def pulled(self, node: NodeCosts) -> int:
+        """How many tokens of the prompt the node would pull, if that is quicker than to compute them."""
+        held = self.held
+        if held is None or node.kv_format != held.kv_format:
+            return 0
+        more = min(held.num_tokens, self.demand.num_prompt_tokens - 1) - self._cached(node)
+        pays = held.always or more * (node.token_ms - node.kv_token_ms) > PULL_MS
+        return more if more > 0 and pays else 0
 
     def missed(self, prefill: NodeCosts | None, decode: NodeCosts, first_token_ms: float) -> int:
         """How many targets a way misses: the two of the request, and that of the streams beside which its prompt is
@@ -384,7 +413,7 @@ def _cheapest_pair(query: PlacementQuery, prefills: Sequence[NodeCosts], decodes
         name, bad = prefill.node.node_id, query.pairs_passed_over
         partners = [decode for decode in partners if (name, decode.node.node_id) not in bad] or partners
     left = query.uncached(prefill)
-    prefill_ms, last_chunk = prefill.prefill_ms(left), min(left, prefill.chunk)
+    prefill_ms, last_chunk = prefill.prefill_ms(left, query.pulled(prefill)), min(left, prefill.chunk)
     decode = _best(partners, _decode_keys(query, partners, last_chunk, prefill_ms))
     return Way(prefill, decode, query.pair_terms(prefill, decode), CHEAPEST_PAIR)
 
@@ -399,7 +428,7 @@ def _has_partner(query: PlacementQuery, prefill: NodeCosts, decodes: Sequence[No
 
 def _cheapest_alone(query: PlacementQuery, nodes: Sequence[NodeCosts], has_pair: bool) -> Way | None:
     if has_pair:
-        most, able = query.alone_tokens, zip(nodes, _uncached(query, nodes), strict=True)
+        most, able = query.alone_tokens, ((cost, query.uncached(cost)) for cost in nodes)
         nodes = [cost for cost, left in able if left <= most and cost.candidate.lack is not Lack.TOKENS]
     if not nodes:
         return None
@@ -411,23 +440,26 @@ def _cheapest_alone(query: PlacementQuery, nodes: Sequence[NodeCosts], has_pair:
 # same sums, and `cost_table` computes them for all nodes at once.
 
 
-def _uncached(query: PlacementQuery, costs: Sequence[NodeCosts], at_least: int = 1) -> list[int]:
-    """Number of prompt tokens that each node has to compute, or (`at_least=0`) to read."""
+def _to_read(query: PlacementQuery, costs: Sequence[NodeCosts]) -> list[int]:
+    """Number of prompt tokens whose KV each decode node has to read."""
     tokens, cached = query.demand.num_prompt_tokens, query.cached
-    if not cached:
-        return [tokens] * len(costs)
-    return [max(at_least, tokens - cached.get(cost.node.incarnation, 0)) for cost in costs]
+    return [max(0, tokens - cached.get(cost.node.incarnation, 0)) for cost in costs]
+
+
+def _prompt_work(query: PlacementQuery, costs: Sequence[NodeCosts]) -> list[tuple[int, float]]:
+    """Number of prompt tokens that each node has to compute, and the time for them and for what it pulls."""
+    return [(left := query.uncached(cost), cost.prefill_ms(left, query.pulled(cost))) for cost in costs]
 
 
 def _prefill_keys(query: PlacementQuery, costs: Sequence[NodeCosts]) -> list[tuple[int, float]]:
     most_ms, work = query.level.first_token_ms, 1 + WORK_SHARE
     return [
         (
-            (cost.queue_ms + (work_ms := -(-left // cost.chunk) * cost.step_ms + left * cost.token_ms) > most_ms)
+            (cost.queue_ms + work_ms > most_ms)
             + (cost.streams > 0.0 and cost.pace_ms(left * cost.token_ms, query.now) > query.level.token_ms),
             cost.queue_ms + work * work_ms + cost.streams * cost.token_ms * left,
         )
-        for cost, left in zip(costs, _uncached(query, costs), strict=True)
+        for cost, (left, work_ms) in zip(costs, _prompt_work(query, costs), strict=True)
     ]
 
 
@@ -442,7 +474,7 @@ def _decode_keys(
             + HANDOFF_MS
             + max(min(left, last_chunk) * cost.kv_token_ms, left * cost.kv_token_ms - prefill_ms),
         )
-        for cost, left in zip(costs, _uncached(query, costs, at_least=0), strict=True)
+        for cost, left in zip(costs, _to_read(query, costs), strict=True)
     ]
 
 
@@ -450,11 +482,11 @@ def _alone_keys(query: PlacementQuery, costs: Sequence[NodeCosts]) -> list[tuple
     level, outputs = query.level, query.output_tokens
     return [
         (
-            (cost.queue_ms + (work_ms := cost.prefill_ms(left)) > level.first_token_ms)
+            (cost.queue_ms + work_ms > level.first_token_ms)
             + 2 * (level.token_ms < math.inf and cost.pace_ms(left * cost.token_ms, query.now) > level.token_ms),
             cost.queue_ms + (1 + WORK_SHARE) * work_ms + cost.streams * cost.token_ms * left + outputs * cost.decode_ms,
         )
-        for cost, left in zip(costs, _uncached(query, costs), strict=True)
+        for cost, (left, work_ms) in zip(costs, _prompt_work(query, costs), strict=True)
     ]
 
 

@@ -22,6 +22,7 @@ from router.placement.cache_view import KeyScheme, key_scheme_of
 from router.placement.cost_model import (
     HANDOFF_MS,
     LEAST_LEFT,
+    PULL_MS,
     SAME_MS,
     SAME_SHARE,
     WORK_SHARE,
@@ -304,8 +305,7 @@ class CostTable:
         bad = query.pairs_passed_over
         if bad:
             able_prefills = self._with_partners(bad, able_prefills, able_decodes)
-        left = self._uncached(query, prefills)
-        work_ms = self._work_ms(left, prefills)
+        left, work_ms = self._prompt_work(query, prefills)
         queue_ms, most_ms = self._queue_ms[prefills], query.level.first_token_ms
         missed = (queue_ms + work_ms > most_ms).astype(np.int64) if most_ms < np.inf else None
         cost, streams = queue_ms + work_ms * (1 + WORK_SHARE), self._streams[prefills]
@@ -326,7 +326,8 @@ class CostTable:
             partners = self._partners(prefill.node.node_id, bad, able_decodes)
             able_decodes = partners if partners.any() else able_decodes
         uncached = query.uncached(prefill)
-        last_chunk, prefill_ms = min(uncached, prefill.chunk), prefill.prefill_ms(uncached)
+        last_chunk = min(uncached, prefill.chunk)
+        prefill_ms = prefill.prefill_ms(uncached, query.pulled(prefill))
         to_move, kv_token_ms = self._uncached(query, decodes, at_least=0), self._kv_token_ms[decodes]
         decode_ms, most_ms = self._decode_ms[decodes], query.level.token_ms
         missed = (self._pace_ms(decodes, 0.0, query.now) > most_ms).astype(np.int64) if most_ms < np.inf else None
@@ -358,7 +359,8 @@ class CostTable:
 
     def _cheapest_alone(self, query: PlacementQuery, rows: slice, able: RowMask, reason: Reason | None) -> Way | None:
         """The cheapest of these nodes for all of a request. `reason`: None if there is no pair to compare with."""
-        able_rows, left = _part(able, rows), self._uncached(query, rows)
+        able_rows = _part(able, rows)
+        left, work_ms = self._prompt_work(query, rows)
         if reason is CHEAPER_ALONE:
             most = query.alone_tokens
             if isinstance(left, int):
@@ -370,7 +372,6 @@ class CostTable:
             if self._full_rows:
                 free = ~self._full[rows] | self._no_stream[rows]
                 able_rows = free if able_rows is None else able_rows & free
-        work_ms = self._work_ms(left, rows)
         queue_ms, decode_ms, level = self._queue_ms[rows], self._decode_ms[rows], query.level
         missed = None
         if level.first_token_ms < np.inf:
@@ -405,6 +406,24 @@ class CostTable:
                     left = np.full(rows.stop - rows.start, tokens, np.int64)
                 left[row - rows.start] = max(at_least, tokens - cached)
         return tokens if left is None else left
+
+    def _prompt_work(self, query: PlacementQuery, rows: slice) -> tuple[Ints | int, Floats]:
+        """The prompt tokens that each node has to compute, and the time for them and for what it pulls."""
+        left, held = self._uncached(query, rows), query.held
+        if held is None:
+            return left, self._work_ms(left, rows)
+        kv_token_ms, tokens = self._kv_token_ms[rows], query.demand.num_prompt_tokens
+        most = max(1, tokens - held.num_tokens)
+        more = left - most
+        gain_ms = np.maximum(more, 0) * (self._token_ms[rows] - kv_token_ms)
+        pulls = np.broadcast_to(more > 0, gain_ms.shape).copy() if held.always else gain_ms > PULL_MS
+        if len(self._kinds) > 1:
+            pulls &= self._kind[rows] == self._kinds.get(held.kv_format, -1)
+        if not pulls.any():
+            return left, self._work_ms(left, rows)
+        left = np.where(pulls, most, left)
+        work_ms = self._work_ms(left, rows) + np.where(pulls, PULL_MS + more * kv_token_ms, 0.0)
+        return left, work_ms
 
     def _work_ms(self, left: Ints | int, rows: slice) -> Floats:
         """The time to compute so many tokens of a prompt on each node: `NodeCosts.prefill_ms`."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from baton.errors import ContextLengthExceeded, NoCapacity
 from baton.messages.ids import Peer
 from baton.messages.kv_cache import KVFormat
-from baton.messages.node import NodeDescription, Role
+from baton.messages.node import HeldPrefix, NodeDescription, Role
 from baton.messages.node_model import GENERATES, Capability, in_order
 from baton.values import value
 from router.admission.request import ValidRequest
@@ -160,6 +160,8 @@ class Placement:
     reason: Reason
     holders: Sequence[tuple[str, Peer]] = ()
     """Contents of the prompt of which the node that computes it has no rows, by digest, each with a node that has."""
+    held_prefix: HeldPrefix | None = None
+    """From where the node that computes the prompt pulls its beginning; None: it computes what it has not cached."""
 
     @property
     def prompt_node(self) -> NodeDescription:

@@ -11,20 +11,22 @@ import enum
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from baton.errors import BatonError, NoCapacity
 from baton.messages.ids import Peer
 from baton.messages.kv_cache import KVFormat
-from baton.messages.node import NodeDescription, Outcome, RequestDelta, Role, StageTimings, StepReport
+from baton.messages.node import HeldPrefix, NodeDescription, Outcome, RequestDelta, Role, StageTimings, StepReport
 from baton.messages.node_model import TRANSCRIBES, Capability
 from baton.observe.metrics import Distribution, Figure
 from router.admission.ledger import Standing
 from router.admission.request import ValidRequest
 from router.placement.breaker import FAILURES, PAIR_FAILURES, Breakers
-from router.placement.cache_view import CacheView, PromptKeys, key_scheme_of, prompt_keys_of
+from router.placement.cache_view import NOTHING_CACHED, CacheView, PromptKeys, key_scheme_of, prompt_keys_of
 from router.placement.cost_model import (
+    Held,
     NodeCosts,
     PlacementQuery,
     ServiceLevel,
@@ -81,6 +83,8 @@ class PlacementSettings:
     `ALONE_TOKENS` for requests without a target of their time per token, else any number that keeps the target."""
     target: ServiceLevel = field(default_factory=ServiceLevel)
     """What ways are compared with for requests that name no service level; no request is refused for it."""
+    pulls: Literal["auto", "always", "off"] = "auto"
+    """Whether nodes pull what others have cached of a prompt: where that is quicker, always, or never (policy COST)."""
 
 
 @dataclass(slots=True)
@@ -189,7 +193,9 @@ class Placer:
                 self._nodes.succeeded(node.node_id, now)
                 if pair is not None and incarnation == decode.incarnation:
                     self._pairs.succeeded(pair, now)
-        if delta.timings is not None and pair is not None and incarnation == decode.incarnation:
+        pulled = live.placement.held_prefix is not None and incarnation == live.placement.prompt_node.incarnation
+        read = pair is not None and incarnation == decode.incarnation
+        if delta.timings is not None and (read or pulled):
             self._rates.add_transfer(incarnation, delta.timings, now)
 
     # --- requests ---
@@ -342,7 +348,11 @@ class Placer:
             why = why_embedded if demand.embeds else why_alone
             fitting = fitting_nodes(_may_be_chosen(candidates, demand, with_room), demand, exclude)
             reason = why(candidates, *_by_role(fitting), exclude)
-        placement = Placement(way.prefill.node if way.prefill else None, way.decode.node, reason)
+        held_prefix = None
+        if way.terms.pulled_tokens and query.held is not None:
+            held_prefix = HeldPrefix(query.held.node.as_peer, query.held.num_tokens)
+        prefill = way.prefill.node if way.prefill else None
+        placement = Placement(prefill, way.decode.node, reason, held_prefix=held_prefix)
         return Choice(placement, request, attempt, query, way, demand.origin)
 
     def _query(
@@ -355,10 +365,12 @@ class Placer:
         # A prompt is computed as a whole if its log-probabilities are wanted, or all of its hidden states.
         takes_all_rows = request.pooling is not None and request.pooling.takes_all_rows
         uses_cache = request.sampling_params.prompt_logprobs is None and not takes_all_rows
+        cached = self._caches.cached_by_scheme(prompt, self._table.key_schemes) if uses_cache else NOTHING_CACHED
         return PlacementQuery(
             demand=demand,
             costs=costs,
-            cached=self._caches.cached_by_scheme(prompt, self._table.key_schemes) if uses_cache else {},
+            cached=cached.soon,
+            held=self._held(cached.now, demand) if cached.now and self._settings.pulls != "off" else None,
             level=level,
             alone_tokens=self._alone_tokens(level),
             now=now,
@@ -366,6 +378,16 @@ class Placer:
             passed_over=self._passed_over(costs, now),
             pairs_passed_over=self._pairs.not_allowed(now),
         )
+
+    def _held(self, cached: Mapping[str, int], demand: Demand) -> Held | None:
+        """The node that has most of the prompt cached, the least loaded of several."""
+        most = max(cached.values())
+        having = [node for name, count in cached.items() if count == most and (node := self._attached.get(name))]
+        # Of a model with states a decode node has those of its answers alone.
+        node = min(having, key=lambda one: (one.role is Role.DECODE, self._num_live_on[one.incarnation]), default=None)
+        if node is None or (demand.origin is not None and demand.origin.bits != node.bits):
+            return None
+        return Held(node, KVFormat.of(node), most, always=self._settings.pulls == "always")
 
     def _alone_tokens(self, level: ServiceLevel) -> int:
         """How many tokens of a prompt a decode node may compute while there are prefill nodes."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens, LostKV
+from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens, LostKV, Pin
 from baton.engine.request import Request
 from baton.errors import TransferCause
+from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import NULL_BLOCK
 from baton.messages.node import Leg
 
@@ -46,6 +47,8 @@ class FakeConnector:
         """Prefill legs whose blocks are reserved."""
         self.loads: dict[str, FakeLoad] = {}
         """Loads that have begun and whose request has not ended, by request id."""
+        self.pinned_blocks: dict[AttemptKey, Sequence[int]] = {}
+        """The blocks of each pin."""
         self.offers: dict[str, tuple[Sequence[int], int]] = {}
         """For each prefill leg, by request id: its blocks, and the number of tokens that are computed in them."""
         self.leased: dict[str, tuple[Sequence[int], int]] = {}
@@ -63,16 +66,19 @@ class FakeConnector:
         self._maybe_raise("get_num_new_matched_tokens")
         if request.request_id in self.unknown:
             return ExternalTokens(None)
+        if request.held_prefix is not None and request.held_prefix.num_tokens > num_computed_tokens:
+            return ExternalTokens(request.held_prefix.num_tokens - num_computed_tokens, load_async=True)
         if request.leg is not Leg.DECODE or request.request_id in self.unavailable:
             return NO_EXTERNAL_TOKENS
         return ExternalTokens(request.num_submitted_tokens - num_computed_tokens, load_async=True)
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        if request.leg is Leg.PREFILL:
+        if request.leg is Leg.PREFILL and not num_external_tokens:
             self.begun.add(request.request_id)
             self._maybe_raise("update_state_after_alloc")
             return
-        load = FakeLoad(tuple(block_ids), request.num_submitted_tokens - num_external_tokens, num_external_tokens)
+        num_tokens = request.pulled_end or request.num_submitted_tokens
+        load = FakeLoad(tuple(block_ids), num_tokens - num_external_tokens, num_external_tokens)
         self.loads[request.request_id] = load
         if self.on_load is not None:
             self.on_load(load)
@@ -98,6 +104,9 @@ class FakeConnector:
             return BlockFate.FREE
         self.quarantined[request.request_id] = load
         return BlockFate.QUARANTINED
+
+    def pinned(self, pin: Pin, block_ids: Sequence[int]) -> None:
+        self.pinned_blocks[pin.attempt] = tuple(block_ids)
 
     def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
         self.finished[request.request_id] = (tuple(block_ids), transferring)

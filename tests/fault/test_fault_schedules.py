@@ -58,6 +58,9 @@ class Schedule:
     """One cluster, a few requests and their faults, all drawn from one seed."""
 
     happening_s = HAPPENING_S
+    num_requests = 2, 5
+    """The fewest and the most requests."""
+    num_prefix_tokens = 12
     cluster_type: type[SimulatedCluster] = SimulatedCluster
 
     def __init__(self, seed: int, struck: Counter[str]) -> None:
@@ -65,7 +68,7 @@ class Schedule:
         self.struck = struck
         """How often each fault was really there."""
         self.limits = self._draw_limits(seed)
-        self.prefixes = [self._tokens(12) for _ in range(2)]
+        self.prefixes = [self._tokens(self.num_prefix_tokens) for _ in range(2)]
         self.cluster: SimulatedCluster
 
     def _draw_limits(self, seed: int) -> SimulatedLimits:
@@ -102,7 +105,7 @@ class Schedule:
         async with simulated_cluster(
             rng, prefill=kinds[0], decode=kinds[1], limits=self.limits, faults=self.faults, cluster=self.cluster_type
         ) as self.cluster:
-            asking = [asyncio.create_task(self._ask(number)) for number in range(rng.randint(2, 5))]
+            asking = [asyncio.create_task(self._ask(number)) for number in range(rng.randint(*self.num_requests))]
             doing = [asyncio.create_task(self._disturb()) for _ in range(rng.randint(1, 4))]
             await asyncio.gather(*doing)
             self.cluster.heal()

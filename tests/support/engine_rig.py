@@ -15,7 +15,7 @@ from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequences.sequence_group import sequence_id, sequence_seed
 from baton.errors import TransferCause
 from baton.messages.ids import Peer
-from baton.messages.node import Leg, Outcome
+from baton.messages.node import HeldPrefix, Leg, Outcome
 from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import EncoderContent, Span
@@ -86,11 +86,13 @@ class EngineRig:
         awaits_adapter: bool = False,
         spans: Sequence[Span] = (),
         turn_in_s: float = 0.0,
+        held: int = 0,
         **params: Any,
     ) -> Request:
         """Queue a request; an int as `prompt` stands for a prompt of that length.
 
         `given`: the number of output tokens that it comes with. `awaits_adapter`: its adapter is not loaded yet.
+        `held`: how many of its first tokens it may pull from another node.
         """
         tokens = prompt_of(prompt, len(self.requests)) if isinstance(prompt, int) else prompt
         sampling = SamplingParams(**params)
@@ -110,6 +112,7 @@ class EngineRig:
             eos_token_ids=eos,
             client_index=client_index,
             turn_in_s=turn_in_s,
+            held_prefix=HeldPrefix(SOURCE, held) if held else None,
             output_token_ids=expected_tokens(tokens, given, seed=sampling.seed, vocab_size=vocab, adapter=adapter),
         )
         self.scheduler.add_request(request, awaits_adapter=awaits_adapter)
@@ -206,7 +209,7 @@ class EngineRig:
         load = self.connector.loads[request_id]
         start, adapter = load.num_local_tokens, self.requests[request_id].adapter
         for group in range(len(self.config.windows)):
-            slots = prompt_slots(self.submitted(request_id), group, adapter)
+            slots = prompt_slots(self.submitted(request_id), group, adapter)[: start + load.num_external_tokens]
             self.runner.write_slots(load.block_ids, slots[start:], start, group)
 
     def check_offered(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> None:
@@ -226,6 +229,11 @@ class EngineRig:
         """Complete a transfer: write the KV, and report it with the token that the prefill node sampled."""
         self.write_kv(request_id)
         return self.transfer(arrived={request_id: self.next_expected(request_id)})
+
+    def complete_pull(self, request_id: str) -> list[EngineCoreOutput]:
+        """Complete a pull: write the KV, and report it."""
+        self.write_kv(request_id)
+        return self.transfer(arrived={request_id: ()})
 
     def submitted(self, request_id: str) -> list[int]:
         """Return all tokens that a request was submitted with, as the runner computes them."""

@@ -544,6 +544,7 @@ class _Stream:
         self.held: list[RouterMessage] | None = None
         """Messages of the router that are held back; None: messages are delivered at once."""
         self._node = node
+        self._cluster = cluster
         self._up = cluster.network.pipe(ROUTER, node.incarnation)
         self._down = cluster.network.pipe(node.incarnation, ROUTER)
         self._port = node.service.open_port(router_id, router_incarnation, keeps)
@@ -563,6 +564,7 @@ class _Stream:
         self._down.send(NodeLost(f"node {self._node.node_id} ended the stream"))
 
     def send(self, message: RouterMessage) -> None:
+        message = self._cluster.readdressed(self._node, message)
         if self.held is None:
             self._up.send(message)
         else:
@@ -689,6 +691,10 @@ class SimulatedCluster:
         self.card = ModelCard(spec.name, spec.max_model_len, spec.vocab_size)
         patience = DispatchLimits(capacity_wait_s=20.0, recovery_wait_s=60.0)
         self.dispatcher = Dispatcher(self.view, self._links, None, lambda: self.card, timers, rng, patience)
+
+    def readdressed(self, node: SimulatedNode, message: RouterMessage) -> RouterMessage:
+        """The message that a router's message to this node is replaced by."""
+        return message
 
     def streams_of(self, router_id: str) -> list[_Stream]:
         """Return the streams of one router."""

@@ -326,9 +326,25 @@ class KVCacheManager:
             block_ids[entry] = self.pool.null_block.block_id
         return block_ids
 
+    def pin(self, holder: str, keys: Sequence[bytes]) -> list[int]:
+        """Keep the longest cached prefix of these stripes for a reader, until `HeldBlocks.release` of the holder.
+
+        Returns the ids of its blocks, the null block's where no query behind them sees one; if there are none nothing
+        is kept.
+        """
+        blocks = self._groups.find(keys) if self._enable_caching else []
+        kept = self._groups.without_null(blocks)
+        if kept:
+            self.pool.touch(kept)
+            self.held.lease(holder, kept)
+        return [block.block_id for block in blocks]
+
     def next_query(self, request: Request) -> int:
-        """The position from which on queries may follow where the submitted tokens have KV: that of the last token,
-        which other sequences compute again. These find no states behind the token before it, but behind a block."""
+        """The position from which on queries may follow where what is loaded has KV: behind what is pulled, or that of
+        the last submitted token, which other sequences compute again. These find no states behind the token before it,
+        but behind a block."""
+        if request.pulled_end:
+            return request.pulled_end
         last = request.num_submitted_tokens - 1
         return last // self.block_size * self.block_size if self._keeps_states and request.has_several else last
 

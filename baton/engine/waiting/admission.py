@@ -249,6 +249,8 @@ class Admission:
                 return _AdmissionResult.NO_SEAT
             if not self._has_slot(request):
                 return _AdmissionResult.NO_ADAPTER_SLOT
+        elif request.held_prefix is not None and (result := self._pull(request, computed)) is not None:
+            return result
         return self._admit(request, computed, plan, outputs)
 
     def _computed_blocks(self, request: Request, *, with_host: bool) -> ComputedBlocks | None:
@@ -420,6 +422,48 @@ class Admission:
             return self._fail(request, exc, outputs)
         self._waiting.remote[request.request_id] = request
         self._state.begun_loads.append(request)
+        return _AdmissionResult.ADMITTED
+
+    def _pull(self, request: Request, computed: ComputedBlocks) -> _AdmissionResult | None:
+        """Reserve blocks for what another node has cached of the prompt, which the connector fills; None: it can't be
+        done now, and the request is computed. It is tried once, when the connector knows.
+
+        When that is over the request waits for a seat again, and finds in the prefix cache what was pulled: while it is
+        pulled the request holds no other blocks, so nobody waits for it.
+        """
+        connector, waiting = self._state.connector, self._waiting
+        if request.computes_every_token or not waiting.has_load_slot:
+            request.held_prefix = None
+            return None
+        try:
+            external = connector.get_num_new_matched_tokens(request, computed.num_tokens)
+        except Exception:
+            self._state.counters.num_connector_errors += 1
+            external = NO_EXTERNAL_TOKENS
+        if external.num_tokens is None:
+            return _AdmissionResult.ASK_AGAIN
+        if not external.num_tokens:
+            request.held_prefix = None
+            return None
+        request.pulled_end = computed.num_tokens + external.num_tokens
+        computed = computed.without_host()
+        num_pulled = request.pulled_end - computed.num_tokens
+        allocation = self._manager.allocate_slots(
+            request, 0, computed=computed, num_external_tokens=num_pulled, num_spared_blocks=self._spared_blocks()
+        )
+        if allocation.answer is AllocationAnswer.LATER:
+            request.pulled_end = 0
+            return _AdmissionResult.NO_BLOCKS
+        if allocation.answer is AllocationAnswer.NEVER:
+            connector.load_failed(request, ())
+            request.held_prefix, request.pulled_end = None, 0
+            return None
+        request.num_computed_tokens = computed.num_tokens
+        waiting.times_passed.pop(request.request_id, None)
+        request.transition(RequestEvent.LOAD_BEGUN)
+        self._state.events.record(EngineCoreEventType.REMOTE_KV_REQUESTED, request, num_pulled)
+        connector.update_state_after_alloc(request, self._manager.submitted_block_ids(request), num_pulled)
+        waiting.remote[request.request_id] = request
         return _AdmissionResult.ADMITTED
 
     def _run(self, request: Request, num_tokens: int, plan: StepPlan) -> None:

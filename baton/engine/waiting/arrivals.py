@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from baton.engine.batch import EngineCoreEventType
 from baton.engine.connector import ArrivedKV, KVTransferOutput, LostKV
 from baton.engine.request import Request, RequestEvent, RequestStatus
@@ -34,12 +36,17 @@ class Arrivals:
             request = self._waiting.remote.pop(request_id, None)
             if request is None:
                 state.counters.num_unknown_transfers += 1
+            elif request.pulled_end:
+                num_blocks = request.pulled_end // self._manager.block_size * self._manager.num_groups
+                self._end_pull(request, num_blocks, arrived.partly_filled)
             else:
                 self._arrive(request, arrived, outputs)
         for request_id, lost in transfers.failed.items():
             request = self._pop_unloaded(request_id)
             if request is None:
                 state.counters.num_unknown_transfers += 1
+            elif request.pulled_end:
+                self._end_pull(request, lost.num_valid_blocks, lost.partly_filled)
             elif policy == "recompute":
                 self._compute_here(request, lost)
             else:
@@ -47,6 +54,8 @@ class Arrivals:
                 state.end(request, outcome, outputs, error=lost.detail, transfer_cause=lost.cause)
         for request_id in transfers.released:
             state.counters.num_unknown_transfers += not self._manager.held.release(request_id)
+        for pin in transfers.pins:
+            state.connector.pinned(pin, self._manager.pin(pin.holder, pin.keys))
 
     def _pop_unloaded(self, request_id: str) -> Request | None:
         """Remove and return a request that waits for remote KV, or for the blocks that a load needs; otherwise None."""
@@ -100,6 +109,17 @@ class Arrivals:
             return
         self._waiting.kv_arrived(request)
 
+    def _end_pull(self, request: Request, num_valid_blocks: int, partly_filled: Sequence[int]) -> None:
+        """Queue a request whose pull is over: next in its turn it finds in the prefix cache what the pull brought."""
+        num_here = self._state.give_up_load(request, num_valid_blocks, partly_filled)
+        request.num_external_tokens = max(0, num_here - request.num_computed_tokens)
+        is_here = num_here >= request.pulled_end
+        kind = EngineCoreEventType.REMOTE_KV_ARRIVED if is_here else EngineCoreEventType.REMOTE_KV_LOST
+        self._state.events.record(kind, request, request.num_external_tokens)
+        request.held_prefix, request.pulled_end, request.num_computed_tokens = None, 0, 0
+        request.transition(RequestEvent.LOADED if is_here else RequestEvent.LOAD_LOST)
+        self._waiting.for_seat.prepend(request)
+
     def _compute_here(self, request: Request, lost: LostKV) -> None:
         """Compute a request here whose KV does not arrive completely, before new requests, as a request of one leg.
 
@@ -107,7 +127,7 @@ class Arrivals:
         """
         num_here = 0
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            num_here = self._state.give_up_load(request, lost)
+            num_here = self._state.give_up_load(request, lost.num_valid_blocks, lost.partly_filled)
         request.num_external_tokens = max(0, num_here - request.num_computed_tokens)
         self._state.events.record(EngineCoreEventType.REMOTE_KV_LOST, request, num_here)
         request.leg, request.kv_source, request.num_computed_tokens = Leg.WHOLE, None, 0

@@ -230,4 +230,5 @@ def engine_request(submit: Submit, eos_token_ids: frozenset[int], client_index: 
         reader_block_size=submit.reader_block_size,
         attempt=submit.attempt,
         turn_in_s=submit.turn or 0.0,
+        held_prefix=submit.held_prefix,
     )

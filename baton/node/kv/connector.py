@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.engine.connector import BlockFate, ExternalTokens
+from baton.engine.connector import BlockFate, ExternalTokens, Pin
 from baton.engine.request import Request
 from baton.node.kv.intake_connector import IntakeConnector
 from baton.node.kv.offer_connector import OfferConnector
@@ -39,6 +39,9 @@ class BothHalves:
 
     def load_failed(self, request: Request, block_ids: Sequence[int]) -> BlockFate:
         return self._reading.load_failed(request, block_ids)
+
+    def pinned(self, pin: Pin, block_ids: Sequence[int]) -> None:
+        self._offering.pinned(pin, block_ids)
 
     def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
         # A leg has one fate: while blocks are read into it, none of them is offered.

@@ -75,6 +75,10 @@ from kv_transfer.receiver.transfer_values import (
 )
 
 _log = logging.getLogger(__name__)
+SHUNNED_S = 10.0
+"""For how long nothing is pulled from an incarnation of which a pull has failed."""
+MEET_S = 0.25
+"""How long a prompt waits for the link over which its beginning is to be pulled."""
 _MAX_STATS = 16384
 """Number of transfers whose statistics are kept."""
 
@@ -130,8 +134,24 @@ class Intake:
         self._layout = layout
         self._pools: dict[str, tuple[int, BlockMap]] = {}
         """Size of each linked sender's pool in blocks, and the sizes of blocks, by incarnation."""
-        self._may_plan: set[AttemptKey] = set()
-        """Expected attempts whose sender has begun to compute the prompt, so that blocks may be reserved for them."""
+        self._pullable: set[str] = set()
+        """Linked incarnations whose prefix cache can be read: their blocks are proven, and of the same size."""
+        self._takes_pulls: dict[str, bool] = {}
+        """Whether that holds for each linked incarnation once its blocks are proven."""
+        self._asking: set[AttemptKey] = set()
+        """Pulls for which no blocks are reserved yet."""
+        self._pulls: dict[AttemptKey, str] = {}
+        """Pulls that are not over, each with the incarnation that it reads from."""
+        self._shunned_until: dict[str, float] = {}
+        """Until when nothing is pulled from an incarnation of which a pull has failed, on the clock."""
+        self._meeting: set[str] = set()
+        """Incarnations to which a link is being opened, for pulls."""
+        self._meeting_timers: dict[str, asyncio.TimerHandle] = {}
+        """The timers that end the waiting for these links."""
+        self._clock = clock
+        self._may_plan: dict[AttemptKey, int] = {}
+        """Expected attempts whose sender has begun to compute the prompt, so that blocks may be reserved for them; of
+        pulls how many tokens the sender keeps."""
         self._arrived: OrderedDict[AttemptKey, tuple[TransferStats, StageTimings | None]] = OrderedDict()
         """What is known of each of the latest attempts whose KV has arrived."""
         self._watch = current_watch.get()
@@ -147,6 +167,8 @@ class Intake:
     async def stop(self) -> None:
         """End the links and the agent. Transfers that are not over are not reported any more."""
         self._stopped = True
+        for timer in self._meeting_timers.values():
+            timer.cancel()
         self._prober.close()
         await self.links.close()
         if self._mover_watch is not None:
@@ -168,26 +190,60 @@ class Intake:
 
     # Called for the engine, on the event loop.
 
-    def expect(self, attempt: AttemptKey, source: Peer) -> None:
+    def expect(self, attempt: AttemptKey, source: Peer, keys: Sequence[bytes] = ()) -> None:
         """Note that an attempt waits for KV from `source`. The engine is woken when `may_plan` becomes true for it, or
-        gets its failure."""
+        gets its failure.
+
+        `keys`: of the first blocks of a prompt, if these are pulled: the engine is woken when `num_kept` is known.
+        """
         if self._stopped:
             return
+        if keys:
+            self._asking.add(attempt)
+            self._pulls[attempt] = source.incarnation
         if (objection := self.probes.objection(source.incarnation)) is not None:
             self._carry_out(self._book.refuse(attempt, source, objection.cause, objection.detail))
         else:
-            self._carry_out(self._book.expect(attempt, source))
+            self._carry_out(self._book.expect(attempt, source, keys))
 
     def plan(self, plan: TransferPlan) -> None:
         """Read an attempt's KV into the blocks that were reserved for it."""
         failpoint("plan", plan.attempt.request_id)
-        self._may_plan.discard(plan.attempt)
+        self._may_plan.pop(plan.attempt, None)
+        self._asking.discard(plan.attempt)
         if not self._stopped:
             self._carry_out(self._book.plan(plan))
 
+    def meet(self, source: Peer) -> None:
+        """Open a link to a node from which something is to be pulled. The engine is woken when something can be, or
+        when that has taken too long to wait for. May be called from any thread."""
+        if source.incarnation not in self._meeting:
+            self._meeting.add(source.incarnation)
+            self._post(lambda: self._begin_meeting(source))
+
+    def _begin_meeting(self, source: Peer) -> None:
+        name = source.incarnation
+        is_shunned = self._shunned_until.get(name, 0.0) > self._clock.monotonic()
+        if self._stopped or is_shunned or name in self._pullable or self.probes.objection(name) is not None:
+            self._met(name)
+            return
+        over = self._watch.guarded(lambda: self._met(name), "meet-holder")
+        self._meeting_timers[name] = asyncio.get_running_loop().call_later(MEET_S, over)
+        self._carry_out(self._book.open(source))
+
+    def _met(self, incarnation: str) -> None:
+        """Nobody waits any more for a link to this incarnation."""
+        if incarnation in self._meeting:
+            if (timer := self._meeting_timers.pop(incarnation, None)) is not None:
+                timer.cancel()
+            self._meeting.discard(incarnation)
+            self._tell_engine(KVTransferOutput())
+
     def abandon(self, attempt: AttemptKey) -> None:
         """Give an attempt up, because its router has aborted it or the engine has ended it. Idempotent."""
-        self._may_plan.discard(attempt)
+        self._may_plan.pop(attempt, None)
+        self._asking.discard(attempt)
+        self._pulls.pop(attempt, None)
         self._carry_out(self._book.abandon(attempt))
 
     def ended(self, attempt: AttemptKey) -> None:
@@ -200,6 +256,7 @@ class Intake:
         windows = self._layout.windows if self._layout is not None else (None,)
         sizes = BlockMap(welcome.layout.block_size, self._identity.layout.block_size, windows)
         self._pools[welcome.incarnation] = (welcome.num_blocks, sizes)
+        self._takes_pulls[welcome.incarnation] = welcome.takes_pulls and sizes.is_equal
         self._refused.link_opened(welcome.node_id)
         self._absent.link_opened(welcome.node_id, welcome.incarnation)
         sender = sender_of(welcome, self._layout)
@@ -226,6 +283,9 @@ class Intake:
         self._ended_log.happened("link to %s ended: %s", incarnation, error)
         source = self.links.ended(incarnation)
         was_up = self._pools.pop(incarnation, None) is not None
+        self._pullable.discard(incarnation)
+        self._met(incarnation)
+        self._takes_pulls.pop(incarnation, None)
         if source is not None:
             self._refused.link_ended(source.node_id, error.cause, error.detail)
             if was_up and not self._stopped:
@@ -242,6 +302,20 @@ class Intake:
     def may_plan(self, attempt: AttemptKey) -> bool:
         """Whether the sender of an expected attempt has begun to compute it. May be called from any thread."""
         return attempt in self._may_plan
+
+    def num_kept(self, attempt: AttemptKey) -> int | None:
+        """How many of a prompt's first tokens the sender keeps for a pull; None: it has not said that yet. May be
+        called from any thread."""
+        return self._may_plan.get(attempt)
+
+    def may_pull(self, incarnation: str) -> bool:
+        """Whether blocks can be pulled from this incarnation now. May be called from any thread."""
+        is_shunned = self._shunned_until.get(incarnation, 0.0) > self._clock.monotonic()
+        return incarnation in self._pullable and not is_shunned
+
+    def is_meeting(self, incarnation: str) -> bool:
+        """Whether a link to this incarnation is being opened, for a pull. May be called from any thread."""
+        return incarnation in self._meeting
 
     def stats(self, attempt: AttemptKey) -> TransferStats | None:
         """The statistics of an attempt's transfer; None before the KV has arrived, and for older attempts. May be
@@ -320,6 +394,9 @@ class Intake:
     def _proven(self, incarnation: str) -> None:
         """Use a sender for requests: known bytes were read from its memory."""
         self.links.proven(incarnation)
+        if self._takes_pulls.get(incarnation):
+            self._pullable.add(incarnation)
+        self._met(incarnation)
         self._carry_out(self._book.peer_ready(incarnation, *self._pools[incarnation]))
 
     # Links, and carrying out what the book says.
@@ -373,8 +450,8 @@ class Intake:
                     self.links.cut(incarnation, TransferFailed(TransferCause.PEER_GONE, reason))
                 case Recorded(name, attempt, value, detail):
                     self._record(name, attempt, value, detail)
-                case MayPlan(attempt):
-                    self._may_plan.add(attempt)
+                case MayPlan(attempt, num_tokens):
+                    self._may_plan[attempt] = num_tokens
                     # The output is empty, but makes the engine try again to admit requests that wait.
                     self._tell_engine(KVTransferOutput())
                 case Arrived() | Failed() | Released():
@@ -399,14 +476,30 @@ class Intake:
         key = str(effect.attempt)
         match effect:
             case Arrived(attempt, closing, stats, partly_filled):
+                self._pulls.pop(attempt, None)
                 self._arrived[attempt] = stats, closing.prompt_timings
                 if len(self._arrived) > _MAX_STATS:
                     self._arrived.popitem(last=False)
                 arrived = ArrivedKV(tuple(closing.first_token_ids), closing.first_logprobs, partly_filled)
                 self._tell_engine(KVTransferOutput(arrived={key: arrived}))
             case Failed(attempt, cause, detail, num_valid_blocks, partly_filled):
-                self._may_plan.discard(attempt)
+                self._may_plan.pop(attempt, None)
+                holder = self._pulls.pop(attempt, None)
+                if holder is not None and cause is not TransferCause.REFUSED:
+                    self._shun(holder)
+                if attempt in self._asking:
+                    # The request is computed, as if the sender had answered that it has nothing.
+                    self._asking.discard(attempt)
+                    self._may_plan[attempt] = 0
+                    self._tell_engine(KVTransferOutput())
+                    return
                 lost = LostKV(cause, detail, num_valid_blocks, partly_filled)
                 self._tell_engine(KVTransferOutput(failed={key: lost}))
             case Released():
                 self._tell_engine(KVTransferOutput(released=frozenset({key})))
+
+    def _shun(self, incarnation: str) -> None:
+        """Pull nothing from an incarnation for a while: what has failed may fail again, and requests wait for it."""
+        now = self._clock.monotonic()
+        self._shunned_until = {name: until for name, until in self._shunned_until.items() if until > now}
+        self._shunned_until[incarnation] = now + SHUNNED_S

@@ -6,14 +6,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens
+from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens, Pin
 from baton.engine.request import Request
 from baton.engine.runner import KVLayout
 from baton.errors import BatonError, TransferCause
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Leg, Outcome
 from baton.node.kv.offering import Offering
-from kv_transfer.digests import block_names
+from kv_transfer.digests import BlockName, block_names, names_of_cached
 from kv_transfer.link.link_messages import Closing
 
 _log = logging.getLogger(__name__)
@@ -86,6 +86,26 @@ class OfferConnector:
 
     def load_failed(self, request: Request, block_ids: Sequence[int]) -> BlockFate:
         return BlockFate.FREE
+
+    def pinned(self, pin: Pin, block_ids: Sequence[int]) -> None:
+        handoff, attempt, layout = self._handoff, pin.attempt, self._layout
+        num_stripes = len(block_ids) // len(layout.groups)
+        self._post(lambda: handoff.pinned(pin, block_ids, num_stripes * layout.block_size))
+        if block_ids and handoff.has_digests:
+            names = names_of_cached(pin.keys[:num_stripes], len(layout.groups))
+            self._after_step(lambda: self._digest_pinned(attempt, block_ids, names))
+
+    def _digest_pinned(self, attempt: AttemptKey, block_ids: Sequence[int], names: Sequence[BlockName]) -> None:
+        handoff = self._handoff
+        try:
+            digests = handoff.compute_digests(attempt, 0, block_ids, names)
+        except Exception as error:
+            said = "%s: could not compute the digests of blocks that are pulled, so their offer is withdrawn: %s"
+            _log.error(said, attempt, error, exc_info=not isinstance(error, BatonError))
+            detail = f"the sender could not compute digests: {error!r}"
+            self._post_now(lambda: handoff.withdraw(attempt, detail, promise_broken=True))
+        else:
+            self._post_now(lambda: handoff.digested(attempt, digests))
 
     def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
         if request.leg is not Leg.PREFILL:

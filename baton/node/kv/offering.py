@@ -20,7 +20,8 @@ from cachetools import FIFOCache
 
 from baton.background import OnFault, current_watch
 from baton.clock import Clock
-from baton.engine.connector import KVTransferOutput
+from baton.engine.connector import KVTransferOutput, Pin
+from baton.engine.kv_cache.block_hash import KEY_BYTES
 from baton.engine.runner import KVMemory
 from baton.errors import TransferCause
 from baton.failpoints import failpoint
@@ -36,7 +37,17 @@ from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.link.failures import RefusedLinks
 from kv_transfer.link.link import HEARTBEAT_S
-from kv_transfer.link.link_messages import AskProbe, Closing, ProbeResult, ReaderMessage, is_digested, request_of
+from kv_transfer.link.link_messages import (
+    AskProbe,
+    Closing,
+    Expect,
+    OfferLost,
+    ProbeResult,
+    Pull,
+    ReaderMessage,
+    is_digested,
+    request_of,
+)
 from kv_transfer.link.link_server import LinkServer
 from kv_transfer.mover.part_mover import BlockFilled, DeliverEvent, FillFailed, MoverEvent
 from kv_transfer.mover.parts_mover import PartsMover
@@ -45,6 +56,8 @@ from kv_transfer.sender.lease_values import CutLink, LeaseEffect, LeaseStats, Le
 from kv_transfer.sender.probe_offers import FailLink, FillProbe, OfferEffect, ProbeOffers
 
 _log = logging.getLogger(__name__)
+_MAX_PULLS = 8
+"""Pulls from this node's prefix cache that may be open at once. Another reader computes what it wants itself."""
 _MAX_TIMED = 4096
 """Attempts whose timings are kept until their last blocks are offered, which are offered at once."""
 
@@ -95,12 +108,15 @@ class Offering:
         self._digest_every = digest_every if digests is not None else 0
         self._book = LeaseBook(clock, times, digest_every=self._digest_every)
         self._digests = OfferedDigests(digests) if digests is not None else None
+        self._num_blocks = memory.num_blocks
         probe_block = memory.num_blocks if memory.num_probe_blocks else None
         num_groups = len(memory.layout.groups) if memory.layout is not None else 1
         self.probes = ProbeOffers(identity.node_id, identity.incarnation, probe_block, clock, num_groups=num_groups)
         self._probes_log = LimitedLog(_log, now=clock.monotonic)
         self._timings: FIFOCache[AttemptKey, StageTimings] = FIFOCache(_MAX_TIMED)
         """What the node measured of attempts, until their last blocks are offered."""
+        self._pins: dict[AttemptKey, Pin] = {}
+        """Open pulls from the prefix cache: what the engine is asked to keep, or keeps."""
         self._num_leases = 0
         """Leases that may be read."""
         self._num_readers = 0
@@ -184,6 +200,20 @@ class Offering:
             effects = self._book.withdraw(attempt, "its offers do not continue each other", promise_broken=True)
         self._carry_out(effects)
 
+    def pinned(self, pin: Pin, block_ids: Sequence[int], num_tokens: int) -> None:
+        """Offer what the engine keeps for a reader that pulls: these blocks, of so many tokens, if there are any. They
+        are kept until the engine gets `released`."""
+        attempt = pin.attempt
+        if not block_ids:
+            del self._pins[attempt]
+            self.withdraw(attempt, "nothing of it is cached here any more", TransferCause.REFUSED)
+            return
+        if self._book.knows(attempt):
+            # Otherwise its reader is gone meanwhile.
+            self._carry_out(self._book.begun(attempt, num_tokens))
+            self.offer(attempt, 0, block_ids, Closing(num_tokens, (), ended=False))
+        self.ended(attempt)
+
     def digested(self, attempt: AttemptKey, digests: Sequence[int]) -> None:
         """Note the digests of the next offer's blocks, as `compute_digests` returned them: once for each offer."""
         self._carry_out(self._book.digested(attempt, digests))
@@ -262,9 +292,28 @@ class Offering:
                 )
             case ProbeResult():
                 self._carry_out_probes(self.probes.result(link, message))
+            case Pull():
+                self._pull(link, message)
             case _:
                 self._carry_out(self._book.received(link, message))
         failpoint(f"{step}-done", request_id)
+
+    def _pull(self, link: int, pull: Pull) -> None:
+        """Ask the engine for cached blocks. Until it answers the reader waits, as for a prompt that is computed."""
+        attempt, why = pull.attempt, ""
+        if attempt in self._pins or self._book.knows(attempt):
+            self._book.counters["duplicate_pull"] += 1
+            return
+        if len(self._pins) >= _MAX_PULLS:
+            why = f"{_MAX_PULLS} pulls are open here"
+        elif not 0 < len(pull.keys) <= self._num_blocks or any(len(key) != KEY_BYTES for key in pull.keys):
+            why = "these are no keys of a prompt that this node could hold"
+        if why:
+            self._links.send(link, OfferLost(attempt, why, TransferCause.REFUSED))
+            return
+        pin = self._pins[attempt] = Pin(attempt, pull.keys)
+        self._carry_out(self._book.received(link, Expect(attempt)))
+        self._tell_engine(KVTransferOutput(pins=[pin]))
 
     def link_closed(self, link: int, reason: str) -> None:
         reader = self._readers[link]
@@ -334,7 +383,9 @@ class Offering:
                 case OpenLeases(count):
                     self._num_leases = count
                 case Released(attempt):
-                    self._tell_engine(KVTransferOutput(released=frozenset({str(attempt)})))
+                    pin = self._pins.pop(attempt, None)
+                    holder = pin.holder if pin is not None else str(attempt)
+                    self._tell_engine(KVTransferOutput(released=frozenset({holder})))
                 case CutLink(link, reason):
                     self._links.cut(link, reason)
                 case Recorded(name, attempt, value, detail):

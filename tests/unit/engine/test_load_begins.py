@@ -85,7 +85,7 @@ class Rig:
         """Ask for a leg whose prompt its prefill node has begun to compute."""
         request = pulled()
         assert isinstance(self.role, DecodeRole)
-        self.role.intake._may_plan.add(request.attempt)
+        self.role.intake._may_plan[request.attempt] = 0
         self.driver.submit(request)
 
     def expected_and_planned(self) -> None:

@@ -15,7 +15,15 @@ from baton.errors import InvalidRequest, NoCapacity
 from baton.messages.kv_cache import KVFormat
 from baton.messages.node import NodeDescription
 from baton.messages.node_model import EMBEDS, GENERATES
-from router.placement.cost_model import NodeCosts, PlacementQuery, ServiceLevel, cheapest, newcomer_share, node_costs
+from router.placement.cost_model import (
+    Held,
+    NodeCosts,
+    PlacementQuery,
+    ServiceLevel,
+    cheapest,
+    newcomer_share,
+    node_costs,
+)
 from router.placement.cost_table import CostTable, fitting_kinds
 from router.placement.fleet_rates import NO_WORK, MixedWork
 from router.placement.placement import Candidate, Candidates, Demand, Origin, fitting_nodes, may_serve, with_room
@@ -130,6 +138,12 @@ class Fleet:
         costs = self.table.costs(able)
         assert sorted(costs, key=lambda one: one.node.incarnation) == expected
         infinite = float("inf")
+        holder = rng.choice([None, *candidates])
+        held = (
+            Held(holder.node, KVFormat.of(holder.node), rng.choice([16, 512, 2900]), rng.random() < 0.2)
+            if holder
+            else None
+        )
         query = PlacementQuery(
             demand,
             expected,
@@ -137,6 +151,7 @@ class Fleet:
             level=ServiceLevel(rng.choice([infinite, 30.0, 200.0]), rng.choice([infinite, 6.0, 25.0])),
             alone_tokens=rng.choice([0, 512, sys.maxsize]),
             now=now,
+            held=held,
             may_stay=rng.random() < 0.5,
             passed_over=self.sample(rng.choice([0.0, 0.5])),
             pairs_passed_over=frozenset(

@@ -47,6 +47,8 @@ def test_the_shortest_queue_and_the_smallest_batch_are_chosen() -> None:
 def test_a_cached_prefix_weighs_as_much_as_the_time_to_compute_it() -> None:
     prompt = range(1024)
     fleet = pairs_of("p1 p2", "d1")
+    for _ in range(8):
+        fleet.has_moved(StageTimings(transfer_ms=1000.0, kv_bytes=1_000_000))  # too slow to pull anything
     fleet.has_cached("p1", prompt)
     # 1,023 tokens take 208 ms, which others pay for, too: 1,000 in its queue weigh less and 1,500 more.
     fleet.load("p1", uncomputed=1000)
@@ -56,6 +58,24 @@ def test_a_cached_prefix_weighs_as_much_as_the_time_to_compute_it() -> None:
     assert names(fleet.choose(range(7, 1031))) == ("p2", "d1"), "another prompt"
     salted = fleet.choose(prompt, cache_salt="tenant")
     assert names(salted) == ("p2", "d1"), "another tenant"
+
+
+def test_a_prefix_is_pulled_from_any_node_that_has_it_where_that_is_quicker_than_to_compute_it() -> None:
+    prompt = range(1024)
+    fleet = pairs_of("p1 p2", "d1")
+    fleet.has_cached("d1", prompt[:512])
+    fleet.has_cached("p1", prompt[:1008])
+    fleet.load("p1", uncomputed=1000)
+    choice = fleet.choose(prompt)
+    assert names(choice) == ("p2", "d1")
+    assert choice.way is not None
+    assert (choice.way.terms.cached_tokens, choice.way.terms.pulled_tokens) == (0, 1008)
+    held = choice.placement.held_prefix
+    assert held is not None
+    assert (held.peer.node_id, held.num_tokens) == ("p1", 1008)
+    fleet.load("p1")
+    assert fleet.choose(prompt).placement.held_prefix is None, "it has it itself"
+    assert fleet.choose(prompt, cache_salt="tenant").placement.held_prefix is None, "another tenant"
 
 
 def test_a_decode_node_that_has_the_prefix_saves_its_transfer() -> None:

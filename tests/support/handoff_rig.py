@@ -14,7 +14,7 @@ import grpc
 import torch
 
 from baton.clock import SystemClock
-from baton.engine.connector import KVTransferOutput, LostKV
+from baton.engine.connector import KVTransferOutput, LostKV, Pin
 from baton.engine.request import Request, RequestStatus
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory
 from baton.messages.ids import AttemptKey, Peer
@@ -92,6 +92,9 @@ class Recorder:
     arrived: dict[str, tuple[int, ...]] = field(default_factory=dict)
     failed: dict[str, LostKV] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
+    pins: list[Pin] = field(default_factory=list)
+    num_told: int = 0
+    """How often anything was told to the engine, which wakes it."""
     events: list[tuple[str, str, int, str]] = field(default_factory=list)
     reads_posted: int = 0
     heartbeats: int = 0
@@ -110,6 +113,8 @@ class Recorder:
         self.arrived.update({key: tuple(kv.first_token_ids) for key, kv in news.arrived.items()})
         self.failed.update(news.failed)
         self.released.extend(news.released)
+        self.pins.extend(news.pins)
+        self.num_told += 1
         self._changed.set()
 
     def record(self, name: str, attempt: AttemptKey, value: int, detail: str) -> None:

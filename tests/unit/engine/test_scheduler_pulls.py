@@ -61,14 +61,16 @@ def test_a_request_that_ends_while_it_pulls_keeps_the_blocks_from_others_until_n
     rig.run_right("other")
 
 
-def test_without_room_for_what_could_be_pulled_or_without_use_for_it_nothing_is() -> None:
+def test_a_pull_waits_for_room_and_what_is_here_is_not_pulled() -> None:
     rig = EngineRig(num_blocks=12)
-    rig.begin("stream", 20, max_tokens=2)
+    rig.begin("stream", 20, max_tokens=3)
     rig.begin("r", 30, held=28, max_tokens=1)
     assert "r" not in rig.connector.loads
+    rig.run()
+    rig.complete_pull("r")
     rig.run_right("stream", "r")
     rig.complete("known", rig.requests["r"].prompt_token_ids, held=28, max_tokens=1)
-    assert "known" not in rig.connector.loads, "it is all here"
+    assert "known" not in rig.connector.loads
 
 
 def test_several_sequences_share_what_was_pulled() -> None:

@@ -41,6 +41,7 @@ $ helm install baton . --set tls.existingSecret=baton-tls --set apiKeys.existing
 - `values.schema.json` refuses values that do not exist, and flags that `baton router` or `baton node` do not have.
 - `autoscaling` needs Deployments or LeaderWorkerSets. KEDA needs a Prometheus that scrapes the pods
   (`serviceMonitor.enabled`).
+- `scaler.enabled` lets routers change the number of nodes (`docs/scaling.md`).
 - `gateway` and `ingress` expose the routers' public ports alone. With `tls` the routers speak TLS, so the gateway or
   controller must, too: a BackendTLSPolicy, or an annotation of the controller.
 - The rules and the dashboard in `monitoring/` are links to `deploy/monitoring` of the repository; `helm package`

@@ -17,6 +17,7 @@ from baton.cli.cluster.emit.processes import emitted_processes
 from baton.cli.cluster.supervisor.plan import parse_flags
 from baton.config import NodeConfig, RouterConfig, UpConfig
 from tests.process.shell import ROOT
+from tests.support.kubernetes_server import RULES
 
 # The tools may have to be installed.
 pytestmark = pytest.mark.timeout(300)
@@ -79,6 +80,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a set that can not be scaled": (
         {**OPEN, "nodes": {"kind": "DisaggregatedSet"}, "decode": {"autoscaling": {"kind": "ScaledObject"}}},
         "decode.autoscaling.kind",
+    ),
+    "a set that routers can not scale": (
+        {**OPEN, "nodes": {"kind": "DisaggregatedSet"}, "scaler": {"enabled": True}},
+        "scaler.enabled: a DisaggregatedSet can't be scaled",
+    ),
+    "scaled by two": (
+        {**OPEN, "scaler": {"enabled": True}, "decode": {"autoscaling": {"kind": "ScaledObject"}}},
+        "decode.autoscaling.kind: with scaler.enabled routers change the number of nodes",
     ),
     "fewest above most": (
         {**OPEN, "prefill": {"autoscaling": {"kind": "ScaledObject", "minReplicas": 5}}},
@@ -203,6 +212,12 @@ CASES: dict[str, dict[str, Any]] = {
             "autoscaling": {"kind": "ScaledObject", "metrics": {"baton_kv_cache_usage_perc": 0.5}},
         },
     },
+    "Deployment scaled by routers": {
+        **OPEN,
+        "scaler": {"enabled": True},
+        "serviceAccount": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/r"}},
+    },
+    "LeaderWorkerSet scaled by routers": {**OPEN, "nodes": {"kind": "LeaderWorkerSet"}, "scaler": {"enabled": True}},
     "open to clients": {
         **SAFE,
         "gateway": {
@@ -340,14 +355,19 @@ def one(found: Objects, kind: str, end: str) -> dict[str, Any]:
 
 
 def pods(found: Objects) -> dict[str, dict[str, Any]]:
-    """The pods' specifications by their component."""
+    """The pods' specifications by their pool or component."""
     templates = []
     for each in found:
         spec = each.get("spec", {})
         homes = spec.get("roles", [{"spec": spec}] if "leaderWorkerTemplate" in spec else [])
         templates += [home["spec"]["leaderWorkerTemplate"]["workerTemplate"] for home in homes]
         templates += [spec["template"]] if each["kind"] == "Deployment" else []
-    return {each["metadata"]["labels"]["app.kubernetes.io/component"]: each["spec"] for each in templates}
+    return {chosen_by(each["metadata"]["labels"]): each["spec"] for each in templates}
+
+
+def chosen_by(labels: dict[str, str]) -> str:
+    """The pool of nodes or the component that labels say."""
+    return labels.get("baton/pool") or labels["app.kubernetes.io/component"]
 
 
 def flags(pod: dict[str, Any]) -> dict[str, str]:
@@ -439,7 +459,7 @@ def group(found: Objects, role: str) -> dict[str, Any]:
     """What a LeaderWorkerSet, alone or in a DisaggregatedSet, says of the pods of a node."""
     specs = [each["spec"] for each in found if each["kind"] == "LeaderWorkerSet"]
     specs += [role["spec"] for each in found if each["kind"] == "DisaggregatedSet" for role in each["spec"]["roles"]]
-    name = "app.kubernetes.io/component"
+    name = "baton/pool"
     (spec,) = (
         spec for spec in specs if spec["leaderWorkerTemplate"]["workerTemplate"]["metadata"]["labels"][name] == role
     )
@@ -549,7 +569,7 @@ def test_metrics_are_scraped_once_from_each_process(answers: dict[str, Any]) -> 
     chosen = monitor["selector"]["matchLabels"]
     services = [each for each in found if each["kind"] == "Service"]
     watched = [each for each in services if chosen.items() <= each["metadata"]["labels"].items()]
-    assert sorted(each["spec"]["selector"]["app.kubernetes.io/component"] for each in watched) == [
+    assert sorted(chosen_by(each["spec"]["selector"]) for each in watched) == [
         "decode",
         "prefill",
         "router",
@@ -608,10 +628,36 @@ def test_keda_asks_for_the_sum_over_the_pods_of_a_role(answers: dict[str, Any]) 
     assert {each["metadata"]["threshold"] for each in triggers} == {"48", "0.5"}
 
 
+@pytest.mark.parametrize("kind", ["Deployment", "LeaderWorkerSet"])
+def test_routers_alone_get_the_rights_to_scale_and_no_others(answers: dict[str, Any], kind: str) -> None:
+    found = objects(answers, f"{kind} scaled by routers")
+    account = one(found, "ServiceAccount", "-scaler")
+    name = account["metadata"]["name"]
+    assert account["metadata"].get("annotations") == one(found, "ServiceAccount", "demo-baton")["metadata"].get(
+        "annotations"
+    )
+    # The server that stands for Kubernetes in the contract of scalers allows nothing else.
+    assert one(found, "Role", name)["rules"] == RULES[kind]
+    binding = one(found, "RoleBinding", name)
+    assert binding["roleRef"]["name"] == name
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": name, "namespace": "prod"}]
+    assert {
+        role: (pod["serviceAccountName"], pod["automountServiceAccountToken"])
+        for role, pod in pods(found).items()
+        if role != "redis"
+    } == {
+        "router": (name, True),
+        "prefill": ("demo-baton", False),
+        "decode": ("demo-baton", False),
+    }
+    workloads = [each for each in found if each["kind"] == kind and each["metadata"]["name"].endswith("code")]
+    assert ["replicas" in each["spec"] for each in workloads] == [False]
+
+
 def test_nothing_is_scaled_or_exposed_unless_asked_for(answers: dict[str, Any]) -> None:
     optional = {
         *("HorizontalPodAutoscaler", "ScaledObject", "HTTPRoute", "GRPCRoute", "Ingress"),
-        *("ServiceMonitor", "PrometheusRule"),
+        *("ServiceMonitor", "PrometheusRule", "Role", "RoleBinding"),
     }
     assert not optional & {each["kind"] for each in objects(answers, "safe")}
 
@@ -701,7 +747,8 @@ def test_pods_get_what_the_values_add_to_them(answers: dict[str, Any], role: str
     assert chosen == SPECIAL["topologySpreadConstraints"][1], "a constraint may count pods of several roles"
     labels = template["metadata"]["labels"]
     assert spread["labelSelector"]["matchLabels"].items() <= labels.items()
-    assert (labels["team"], labels["app.kubernetes.io/component"]) == ("llm", role)
+    assert (labels["team"], chosen_by(labels)) == ("llm", role)
+    assert labels["app.kubernetes.io/component"] == ("router" if role == "router" else "node")
     assert template["metadata"]["annotations"]["a"] == "b"
     account = one(found, "ServiceAccount", "reader")
     assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == ("reader", False)

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,17 +18,30 @@ from pathlib import Path
 
 import structlog
 
+from baton.background import OnFault, start_background
 from baton.cli.cluster.log_files import CHECK_INTERVAL_S, LogRotation
 from baton.cli.cluster.run_dir import RunDir
 from baton.cli.cluster.state import ClusterState, ProcessState, start_time
 from baton.cli.cluster.supervisor.child import ChildLife, ChildRun, ChildState, RetryIn
-from baton.cli.cluster.supervisor.plan import ChildSpec, with_flags
+from baton.cli.cluster.supervisor.control import control_socket
+from baton.cli.cluster.supervisor.plan import ChildSpec, NodePlanner, with_flags
 from baton.clock import Clock
 from baton.errors import BatonError, ConfigError, ExitCode
 from baton.observe.ready import Failed, Ready
 from baton.processes.death_pipe import DeathPipe
 from baton.processes.ends import how_it_ended
 from baton.processes.fork_server import ForkServer, own_fork_server
+from router.scalers.scaler import (
+    PoolSize,
+    Scaler,
+    ScalerFailed,
+    ScalerFault,
+    check_pool,
+    nodes_to_add,
+    pools_of,
+    unknown_node,
+)
+from router.scalers.sockets import SOCKET_NAME
 
 _log = structlog.get_logger(__name__)
 
@@ -62,6 +76,14 @@ class ClusterPlan:
     drain_s: float
     certs: Path | None = None
     needs_key: bool = False
+    plan_node: NodePlanner | None = None
+    """Plans further nodes. None: there can be none."""
+
+    @property
+    def pools(self) -> Sequence[str]:
+        """The roles with which nodes are planned. A node stays in its pool when its role changes."""
+        roles = [spec.role for spec in self.others]
+        return [role for role in ("prefill", "decode") if role in roles]
 
 
 class _Child:
@@ -76,6 +98,7 @@ class _Child:
         self.refusal: Failed | None = None
         self.last_exit = ""
         self.exit_code = 0
+        self.is_ending = False
         self.stopped = asyncio.Event()
         self.retry: asyncio.TimerHandle | None = None
         self.pinned: Mapping[str, str] = {}
@@ -105,7 +128,7 @@ class _Child:
         return StartFailed(self.spec.name, _last_words(self.log) or self.last_exit, self.exit_code, self.log)
 
 
-class ClusterSupervisor:
+class ClusterSupervisor(Scaler):
     """Keeps a cluster running until it is stopped. Belongs to one event loop, on the main thread."""
 
     def __init__(
@@ -123,6 +146,8 @@ class ClusterSupervisor:
         self._death_pipe = DeathPipe()
         self._fork_server: ForkServer | None = None
         self._children = [_Child(spec, run_dir.log(spec.name)) for spec in (*plan.first, *plan.others)]
+        self._num_planned = Counter(spec.role for spec in plan.others)
+        """How many nodes of each role there have been; a name is not given again."""
         self._phase = "starting"
         self._has_served = False
         self._started_at = clock.wall()
@@ -146,11 +171,12 @@ class ClusterSupervisor:
         try:
             await self._start()
             if not self._stop.is_set():
-                self._phase = "ready"
-                self._has_served = True
-                self._write()
-                on_ready(self.state())
-                await self._stop.wait()
+                async with control_socket(self._run_dir.path / SOCKET_NAME, self):
+                    self._phase = "ready"
+                    self._has_served = True
+                    self._write()
+                    on_ready(self.state())
+                    await self._stop.wait()
         finally:
             self._phase = "draining"
             self._write()
@@ -189,6 +215,49 @@ class ClusterSupervisor:
             certs=str(self._plan.certs or ""),
             needs_key=self._plan.needs_key,
         )
+
+    async def observe(self) -> Mapping[str, PoolSize]:
+        """The nodes of each pool; a node that was told to end is in none."""
+        staying = [child for child in self._children if not child.is_ending]
+        return {
+            pool: PoolSize(
+                sum(child.spec.role == pool for child in staying),
+                sum(child.spec.role == pool and child.life.state is ChildState.READY for child in staying),
+            )
+            for pool in self._plan.pools
+        }
+
+    async def scale(self, pool: str, nodes: int) -> None:
+        """Start nodes until the pool has this many. Raises ScalerFailed."""
+        self._check_serves()
+        check_pool(pool, self._plan.pools)
+        for _ in range(nodes_to_add(pool, nodes, (await self.observe())[pool].want)):
+            assert self._plan.plan_node is not None
+            number = sum(self._num_planned[role] for role in self._plan.pools)
+            spec = self._plan.plan_node(pool, self._num_planned[pool], number)
+            self._num_planned[pool] += 1
+            child = _Child(spec, self._run_dir.log(spec.name))
+            self._children.append(child)
+            self._spawn(child)
+
+    async def remove(self, name: str) -> None:
+        """Let the node drain and end, and forget it. Raises ScalerFailed."""
+        self._check_serves()
+        nodes = {child.spec.name: child for child in self._children if child.spec.role in self._plan.pools}
+        if name not in nodes:
+            raise unknown_node(name, self._plan.pools)
+        if not nodes[name].is_ending:
+            nodes[name].is_ending = True
+            start_background(lambda: self._remove(nodes[name]), "removal", name, on_fault=OnFault.GO_ON, may_end=True)
+
+    def _check_serves(self) -> None:
+        if self._phase != "ready" or self._plan.plan_node is None:
+            raise ScalerFailed(ScalerFault.CONFLICT, pools_of(self._plan.pools), f"the cluster is {self._phase}")
+
+    async def _remove(self, child: _Child) -> None:
+        await self._end(child)
+        self._children.remove(child)
+        self._write()
 
     def _rotate_logs(self) -> None:
         self._rotation.rotate_large_logs()
@@ -329,9 +398,14 @@ class ClusterSupervisor:
         """Ask the process to end, wait while it may drain, then kill it."""
         if child.retry is not None:
             child.retry.cancel()
+        was_told = child.life.state is ChildState.STOPPING
         child.life.stop()
         self._write()
         if child.life.state is ChildState.STOPPED or child.run is None:
+            return
+        if was_told:
+            # A second signal would end its requests, and the first call kills it in time.
+            await child.stopped.wait()
             return
         child.run.send(signal.SIGTERM)
         gone = asyncio.create_task(child.stopped.wait())

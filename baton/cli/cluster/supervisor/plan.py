@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,6 +45,10 @@ class ChildSpec:
     """Whether it starts processes that need what it has imported."""
 
 
+NodePlanner = Callable[[str, int, int], ChildSpec]
+"""Plans the node of a role with this index, which is the cluster's node of this number, both counted from 0."""
+
+
 def plan_nodes(
     config: UpConfig, registry: str, cores: int, file: Path | None, *, forks: bool = False
 ) -> list[ChildSpec]:
@@ -54,23 +58,10 @@ def plan_nodes(
     may be forked.
     """
     names = [("prefill", index) for index in range(config.prefill)] + [("decode", n) for n in range(config.decode)]
-    threads = str(config.threads_per_node(cores))
-    variables = {REGISTRY: registry} | ({"BATON_INSECURE": "true"} if config.insecure else {})
-    every_node = _shared_flags(config, NodeSettings, file) | {"--threads": threads}
+    node = node_planner(config, registry, cores, file, forks=forks)
+    nodes = [node(role, index, number) for number, (role, index) in enumerate(names)]
+    variables = _variables(config, registry)
     every_router = _shared_flags(config, RouterSettings, file)
-    flags_of_nodes = [every_node | _node_flags(config, role, index, n) for n, (role, index) in enumerate(names)]
-    nodes = [
-        ChildSpec(
-            name=f"{role}-{index}",
-            role=role,
-            command=_command("node", flags),
-            environment={"OMP_NUM_THREADS": threads} | variables,
-            announces=True,
-            is_forked=forks,
-            has_ranks=any(flags.get(flag, "1") != "1" for flag in ("--tp", "--pp")),
-        )
-        for (role, index), flags in zip(names, flags_of_nodes, strict=True)
-    ]
     routers = [
         ChildSpec(
             name=f"router-{index}",
@@ -86,6 +77,31 @@ def plan_nodes(
         for index in range(config.routers)
     ]
     return nodes + routers
+
+
+def node_planner(config: UpConfig, registry: str, cores: int, file: Path | None, *, forks: bool = False) -> NodePlanner:
+    """What plans single nodes of a cluster; the arguments are those of `plan_nodes`."""
+    threads = str(config.threads_per_node(cores))
+    variables = _variables(config, registry)
+    every_node = _shared_flags(config, NodeSettings, file) | {"--threads": threads}
+
+    def node(role: str, index: int, number: int) -> ChildSpec:
+        flags = every_node | _node_flags(config, role, index, number)
+        return ChildSpec(
+            name=f"{role}-{index}",
+            role=role,
+            command=_command("node", flags),
+            environment={"OMP_NUM_THREADS": threads} | variables,
+            announces=True,
+            is_forked=forks,
+            has_ranks=any(flags.get(flag, "1") != "1" for flag in ("--tp", "--pp")),
+        )
+
+    return node
+
+
+def _variables(config: UpConfig, registry: str) -> dict[str, str]:
+    return {REGISTRY: registry} | ({"BATON_INSECURE": "true"} if config.insecure else {})
 
 
 def _shared_flags(config: UpConfig, group: type[ClusterSettings], file: Path | None) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import IO, Any
 from baton.cli.cluster.run_dir import RunDir
 from baton.cli.cluster.state import ClusterState
 from baton.cli.cluster.supervisor.cluster import ClusterPlan, ClusterSupervisor
-from baton.cli.cluster.supervisor.plan import plan_nodes, plan_redis
+from baton.cli.cluster.supervisor.plan import node_planner, plan_nodes, plan_redis
 from baton.cli.cluster.supervisor.preflight import check_up, why_slow, without_decode_nodes
 from baton.cli.output import print_note
 from baton.cli.waiting import interrupts_deferred
@@ -172,6 +172,7 @@ def _plan(config: UpConfig, redis: EmbeddedRedis | None, file: Path | None) -> C
         dtype=config.dtype,
         first=[plan_redis(redis.command)] if redis is not None else [],
         others=plan_nodes(config, registry, cores, file, forks=_may_fork(config)),
+        plan_node=node_planner(config, registry, cores, file, forks=_may_fork(config)),
         start_timeout_s=config.start_timeout_s,
         drain_s=config.drain_s,
         certs=config.certs.absolute() if config.certs is not None else None,

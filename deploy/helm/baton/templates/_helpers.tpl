@@ -2,14 +2,18 @@
 {{- if contains .Chart.Name .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-{{ .Chart.Name }}{{ end }}
 {{- end }}
 
+{{- /* Nodes are chosen by their pool, which is the role with which they start: their role may change. */}}
 {{- define "baton.selector" -}}
 app.kubernetes.io/name: {{ .root.Chart.Name }}
 app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
-app.kubernetes.io/component: {{ .role }}
+{{ ternary "baton/pool" "app.kubernetes.io/component" (has .role (list "prefill" "decode")) }}: {{ .role }}
 {{- end }}
 
 {{- define "baton.labels" -}}
 {{ include "baton.selector" . }}
+{{- if has .role (list "prefill" "decode") }}
+app.kubernetes.io/component: node
+{{- end }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 app.kubernetes.io/part-of: baton
@@ -30,12 +34,14 @@ A node on several hosts has one of its own, with the node's number in its name. 
 {{- range $role := list "prefill" "decode" }}
 {{- with (index $.Values $role).autoscaling }}
 {{- if .kind }}
+{{- if $.Values.scaler.enabled }}{{ fail (printf "%s.autoscaling.kind: with scaler.enabled routers change the number of nodes; leave one of them out" $role) }}{{ end }}
 {{- if eq $.Values.nodes.kind "DisaggregatedSet" }}{{ fail (printf "%s.autoscaling.kind: a DisaggregatedSet can't be scaled; use nodes.kind Deployment or LeaderWorkerSet" $role) }}{{ end }}
 {{- if gt (int .minReplicas) (int .maxReplicas) }}{{ fail (printf "%s.autoscaling.minReplicas: must be at most maxReplicas (%d)" $role (int .maxReplicas)) }}{{ end }}
 {{- if not .metrics }}{{ fail (printf "%s.autoscaling.metrics: name a metric and its value for one pod" $role) }}{{ end }}
 {{- end }}
 {{- end }}
 {{- end }}
+{{- if and .Values.scaler.enabled (eq .Values.nodes.kind "DisaggregatedSet") }}{{ fail "scaler.enabled: a DisaggregatedSet can't be scaled; use nodes.kind Deployment or LeaderWorkerSet" }}{{ end }}
 {{- if .Values.gateway.enabled }}
 {{- if not .Values.gateway.parentRefs }}{{ fail "gateway.parentRefs: name the gateway that is to serve the routes" }}{{ end }}
 {{- if .Values.gateway.grpcHostnames }}
@@ -196,9 +202,15 @@ annotations:
 {{ .Values.serviceAccount.name | default (ternary (include "baton.name" .) "default" .Values.serviceAccount.create) }}
 {{- end }}
 
+{{- /* Routers that change the number of nodes have an account of their own, so that nodes don't get its rights. */}}
+{{- define "baton.scalerAccount" -}}
+{{ include "baton.name" . }}-scaler
+{{- end }}
+
 {{- define "baton.podSpec" -}}
-serviceAccountName: {{ include "baton.serviceAccount" .root | trim | quote }}
-automountServiceAccountToken: false
+{{- $scales := and .root.Values.scaler.enabled (eq .role "router") }}
+serviceAccountName: {{ ternary (include "baton.scalerAccount" .root) (include "baton.serviceAccount" .root | trim) $scales | quote }}
+automountServiceAccountToken: {{ $scales }}
 {{- /* Variables named after services would be taken for configuration. */}}
 enableServiceLinks: false
 {{- with .root.Values.imagePullSecrets }}

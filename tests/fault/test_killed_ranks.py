@@ -66,9 +66,15 @@ def step(request_id: str) -> SchedulerOutput:
     ],
 )
 def test_a_killed_or_stopped_rank_ends_the_group(
-    model: Path, number: signal.Signals, reason: str, start: str, request: pytest.FixtureRequest
+    model: Path,
+    number: signal.Signals,
+    reason: str,
+    start: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     request.getfixturevalue(start)
+    monkeypatch.setattr("baton.runner.ranks.rank_group._MISSED_HEARTBEATS", 4)
     shared, told = shared_memory_segments(), queue.SimpleQueue[str]()
     with closing(load_runner(TorchSpec(model, dtype="float32", num_blocks=16, tensor_parallel=2))) as runner:
         (pid,) = pids_of(runner)
@@ -106,7 +112,9 @@ def test_a_rank_that_can_not_load_the_model_says_why(model: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "reason"), [(signal.SIGKILL, "was ended by SIGKILL"), (signal.SIGSTOP, "sends no heartbeats")]
 )
-def test_a_killed_or_stopped_stage_ends_them_all(model: Path, number: signal.Signals, reason: str) -> None:
+def test_a_killed_or_stopped_stage_ends_them_all(
+    model: Path, number: signal.Signals, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told = queue.SimpleQueue[str]()
     with closing(load_runner(TorchSpec(model, dtype="float32", num_blocks=16, pipeline_parallel=3))) as runner:
         own, second, third = runner.rank_reports()
@@ -118,6 +126,7 @@ def test_a_killed_or_stopped_stage_ends_them_all(model: Path, number: signal.Sig
             os.kill(second.pid, name)
         assert runner.execute_model(step("before")).sampled_token_ids["before"]
         os.kill(third.pid, number)
+        monkeypatch.setattr("baton.runner.stages.stage_leader.MISSED_HEARTBEATS", 4)
         # A stage that is stopped is noticed soon when something is to be computed.
         with pytest.raises(RankLost, match=reason):
             runner.execute_model(step("behind"))

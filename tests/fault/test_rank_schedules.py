@@ -28,8 +28,8 @@ from tests.support.simulated_cluster import Answer, simulated_cluster
 from tests.support.simulated_ranks import RankedCluster, RankedLimits, RankedNode
 from tests.support.virtual_time import run_virtually
 
-NUM_SCHEDULES = int(os.environ.get("BATON_RANK_SCHEDULES", "100"))
-PER_TEST = 100
+NUM_SCHEDULES = int(os.environ.get("BATON_RANK_SCHEDULES", "60"))
+PER_TEST = 60
 SHAPES = [NodeShape(), NodeShape(tp=2), NodeShape(pp=2), NodeShape(tp=2, pp=2), NodeShape(tp=4)]
 EVENTS = {
     Role.PREFILL: ["scheduled", "chunk_computed", "lease_granted", "offered", "closing_offered", "read_progress"],
@@ -43,7 +43,7 @@ HAPPENS = {
     *("link cut", "one way", "cut from the router", "reads frozen"),
     *("lost while it was read", "lost while it read", "finished after a failover"),
 }
-"""Events that each hundred of schedules must contain at least once."""
+"""Events that the schedules of a test must contain at least once."""
 FOLLOWS = {
     "scheduled": "queued",
     "chunk_computed": "scheduled",

@@ -154,7 +154,6 @@ def no_tokenizer(model: Path) -> None:
             config_with(architectures=["T5ForConditionalGeneration"], is_encoder_decoder=True),
             "holds T5ForConditionalGeneration, which is not supported: choose a decoder-only language model",
         ),
-        (config_with(hidden_size=128), "config.json asks for [256, 128]"),
         (config_with(vocab_size=None), "config.json has no vocab_size"),
         (no_tokenizer, "tokenizer.json is missing; save the model's fast tokenizer beside its weights"),
     ],
@@ -170,18 +169,29 @@ def test_a_model_that_can_not_be_served_is_refused(
     assert_nothing_started(shell, tmp_path / "run")
 
 
-def test_a_kv_cache_that_does_not_fit_is_refused_once_the_model_is_loaded(
-    shell: Shell, model: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("spoil", "kv_cache", "found"),
+    [
+        (None, "4KiB", "0 KV blocks of "),
+        (config_with(hidden_size=128), "8MiB", "config.json asks for [256, 128]"),
+    ],
+)
+def test_what_a_process_finds_out_at_its_start_is_refused(
+    shell: Shell, model: Path, tmp_path: Path, spoil: Callable[[Path], None] | None, kv_cache: str, found: str
 ) -> None:
-    """The node finds out, in the foreground: what had started is stopped before the command returns."""
+    """In the foreground: what had started is stopped before the command returns."""
+    if spoil is not None:
+        model = Path(shutil.copytree(model, tmp_path / "spoilt"))
+        spoil(model)
     done = shell.baton(
-        "up", "--model", model, "--grpc-port", 0, "--kv-cache-memory", "4KiB", "--run-dir", tmp_path / "run"
+        "up", "--model", model, "--grpc-port", 0, "--kv-cache-memory", kv_cache, "--run-dir", tmp_path / "run"
     )
     *progress, last = done.stderr.splitlines(keepends=True)
     assert {line.partition(" ")[0] for line in progress} == {"Starting", "Starting:"}
     done.stderr = last
     said = refusal(done, BAD_CONFIG)
-    assert "did not start: 0 KV blocks of " in said
+    assert "did not start: " in said
+    assert found in said
     assert (tmp_path / "run" / "logs").as_posix() in said
     assert_nothing_started(shell, tmp_path / "run")
 

@@ -14,8 +14,8 @@ from tests.support.simulated_oracle import expected_tokens
 _SPEC = SimulatedSpec()
 VOCAB_SIZE, MAX_MODEL_LEN = _SPEC.vocab_size, _SPEC.max_model_len
 CHUNK = 64
-STEP_TIMES = {"BATON_SIMULATED_PREFILL_TOKEN_MS": "6", "BATON_SIMULATED_DECODE_SEQ_MS": "60"}
-"""A chunk takes 0.4 s, an output token 60 ms for each running sequence."""
+STEP_TIMES = {"BATON_SIMULATED_PREFILL_TOKEN_MS": "4", "BATON_SIMULATED_DECODE_SEQ_MS": "40"}
+"""A chunk takes 0.26 s, an output token 40 ms for each running sequence."""
 BRISK_STEP_TIMES = {"BATON_SIMULATED_PREFILL_TOKEN_MS": "1", "BATON_SIMULATED_DECODE_SEQ_MS": "5"}
 """Shorter step times, for faults that strike at a step of the protocol."""
 FLAGS = ("--runner", "simulated", "--max-num-batched-tokens", str(CHUNK), "--kv-cache-memory", "8MiB")

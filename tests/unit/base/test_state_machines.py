@@ -75,25 +75,26 @@ def roads(name: str) -> dict[str, list[enum.Enum]]:
     return ways
 
 
-PAIRS = [(name, state, event) for name, (_, states, events) in MACHINES.items() for state in states for event in events]
+STATES = [(name, state) for name, (_, states, _) in MACHINES.items() for state in states]
 
 
-@pytest.mark.parametrize(("name", "state", "event"), PAIRS, ids=lambda value: getattr(value, "name", value))
-def test_a_machine_moves_as_its_arrows_say_or_changes_nothing(name: str, state: enum.Enum, event: enum.Enum) -> None:
-    table, _, _ = MACHINES[name]
+@pytest.mark.parametrize(("name", "state"), STATES, ids=lambda value: getattr(value, "name", value))
+def test_a_machine_moves_as_its_arrows_say_or_changes_nothing(name: str, state: enum.Enum) -> None:
+    table, states, events = MACHINES[name]
     ways = roads(name)
-    machine = Machine(name, type(state)[next(iter(ways))], table)
-    for earlier in ways[state.name]:
-        machine.feed(earlier)
-    assert machine.state is state
-    after, story = written(name).get((state.name, event.name)), machine.history
-    assert machine.accepts(event) == (after is not None)
-    if after is None:
-        with pytest.raises(IllegalEvent, match=rf"{name}: {event.name} is illegal in {state.name}"):
-            machine.feed(event)
-        assert (machine.state, machine.history) == (state, story)
-    else:
-        assert machine.feed(event).name == machine.state.name == after
+    for event in events:
+        machine = Machine(name, states[next(iter(ways))], table)
+        for earlier in ways[state.name]:
+            machine.feed(earlier)
+        assert machine.state is state
+        after, story = written(name).get((state.name, event.name)), machine.history
+        assert machine.accepts(event) == (after is not None), event
+        if after is None:
+            with pytest.raises(IllegalEvent, match=rf"{name}: {event.name} is illegal in {state.name}"):
+                machine.feed(event)
+            assert (machine.state, machine.history) == (state, story), event
+        else:
+            assert machine.feed(event).name == machine.state.name == after, event
 
 
 @pytest.mark.parametrize("name", MACHINES)

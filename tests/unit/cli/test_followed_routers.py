@@ -70,7 +70,10 @@ class Router:
         await self._server.stop(0)
 
 
-async def test_events_are_followed_while_routers_start_and_stop(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_events_are_followed_while_routers_start_and_stop(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.cli.views.followed_routers._CHECK_INTERVAL_S", 0.1)
     a, b, c = Router("a"), Router("b"), Router("c")
     addresses = [a.address, b.address]
     events: Iterator[ClusterEvent] = follow_events(lambda: addresses, 0)

@@ -482,9 +482,12 @@ def test_a_read_with_silent_damage_is_reported_done(
 
 
 def test_a_stalled_read_is_counted_and_writes_late(start: Callable[..., Bench], in_parts: bool) -> None:
-    bench = start(Faults(stall=1.0), in_parts=in_parts)
-    bench.attach()
+    clock = FakeClock()
+    bench = start(Faults(stall=1.0), clock, in_parts=in_parts)
+    peer = bench.attach()
     bench.mover.read(1, "sender", [ReadRange(0, 0, 4)])
+    bench.round_trip(peer)
+    clock.advance(STUCK_AFTER_S)
     wait_until(lambda: bench.mover.figures.stuck_reads == 1)
     bench.mover.disconnect("sender")
     assert bench.block(3) == bytes(BLOCK_BYTES)

@@ -174,13 +174,13 @@ def test_the_child_opens_no_file_and_no_connection_and_starts_no_process() -> No
         ("import os, signal; os.kill(os.getpid(), signal.SIGPROF)", "more CPU time than is permitted"),
         ("import sys; sys.stdout.buffer.write(bytes(1 << 20))", "more of it than is taken"),
         ("import sys; sys.stderr.write('x' * (1 << 20))", "more of it than is taken"),
-        ("import os, signal; os.close(1); os.close(2); signal.pause()", "not decoded within 1 s"),
-        ("import signal; signal.pause()", "not decoded within 1 s"),
+        ("import os, signal; os.close(1); os.close(2); signal.pause()", "not decoded within"),
+        ("import signal; signal.pause()", "not decoded within"),
     ],
 )
 def test_a_decoder_that_fails_floods_or_hangs_ends(program: str, reason: str) -> None:
     with pytest.raises(UnusableAudio, match=reason):
-        run_decoder([sys.executable, "-S", "-c", program], bytes(1 << 20), 1 << 16, 1.0 if "pause" in program else 30.0)
+        run_decoder([sys.executable, "-S", "-c", program], bytes(1 << 20), 1 << 16, 0.3 if "pause" in program else 30.0)
 
 
 def test_without_its_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,13 +34,22 @@ except ConfigError as error:
 """
 
 
-def find(hub_url: str, home: Path, name: str, **variables: str) -> str:
-    """What a process prints that looks for the model, with HF_HOME in `home`."""
+AT_ONCE = "import time; time.sleep = lambda _: None"
+"""The library's five attempts are a second apart."""
+
+
+def find(hub_url: str, home: Path, name: str, before: str = "", **variables: str) -> str:
+    """What a process prints that runs `before`, then looks for the model, with HF_HOME in `home`."""
     # Variables of whoever runs the tests must not reach the library, which reads them when it is imported.
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     environment = kept | {"HF_HOME": str(home / "hf"), "HF_ENDPOINT": hub_url, "HOME": str(home), **variables}
     done = subprocess.run(
-        [sys.executable, "-c", CODE, name], env=environment, capture_output=True, text=True, check=True, timeout=100
+        [sys.executable, "-c", before + CODE, name],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
     )
     assert done.stdout.count("\n") == 1
     assert done.stderr.count("\n") == 1, done.stderr
@@ -99,7 +108,7 @@ def test_without_a_network_the_error_says_what_to_run(tmp_path: Path) -> None:
 
 def test_a_download_that_breaks_off_is_an_error_and_the_next_one_completes_it(tmp_path: Path) -> None:
     with hub_server(Hub("org/tiny", FILES, cut="model.safetensors")) as hub:
-        said = find(hub.url, tmp_path, "org/tiny")
+        said = find(hub.url, tmp_path, "org/tiny", AT_ONCE)
         assert said.startswith("refused: model org/tiny can't be fetched")
         assert said.endswith("what has arrived is kept, so try again")
         hub.cut = ""

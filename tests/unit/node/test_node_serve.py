@@ -347,6 +347,7 @@ async def test_background_work_that_fails_ends_the_node(
         monkeypatch.undo()
         raise ValueError("out of luck")
 
+    monkeypatch.setattr("baton.node.service.HEARTBEAT_S", 0.01)
     async with running(tmp_path, orphan_grace_s=0.01) as (node, _, stream):
         if kind == "heartbeat":
             monkeypatch.setattr(RouterStreams, "beat", broken)
@@ -456,6 +457,7 @@ async def test_a_change_of_role_that_leaves_reads_behind_says_so_and_reuses_no_m
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: HandoffSide
 ) -> None:
     monkeypatch.setattr("baton.node.drain.GIVE_UP_AFTER_S", 0.0)
+    monkeypatch.setattr("baton.node.drain.HEARTBEAT_S", 0.01)
     async with changing(tmp_path) as (node, ready, task):
         first = await ready.get()
         client, stream = await attached(first)

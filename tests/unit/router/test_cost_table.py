@@ -161,7 +161,7 @@ class Fleet:
         assert self.table.cheapest(query, able) == cheapest(query)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32))
 def test_the_table_chooses_the_same_nodes_as_the_cost_model(seed: int) -> None:
     fleet = Fleet(Random(seed))

@@ -63,13 +63,13 @@ async def test_a_busy_process_runs_and_a_stopped_one_does_not() -> None:
         process.send_signal(signal.SIGSTOP)
         # The kernel delivers the signal to one thread, and the others run on until that one has handled it.
         await asyncio.to_thread(os.waitid, os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        assert not await is_running(address, within_s=0.5)
+        assert not await is_running(address, within_s=0.2)
         process.send_signal(signal.SIGCONT)
         assert await is_running(address, within_s=20.0)
     finally:
         process.kill()
         await process.wait()
-    assert not await is_running(address, within_s=0.5)
+    assert not await is_running(address, within_s=0.1)
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1:none", "no.such.host.invalid:1"])

@@ -412,6 +412,11 @@ class ClusterView:
             )
         return self._served_by
 
+    def attached_nodes(self) -> Sequence[KnownNode]:
+        """The attached nodes of the versions that get new requests; not to be changed."""
+        left_out = self._why_left_out()
+        return [node for incarnation, node in self._nodes.items() if node.attached and incarnation not in left_out]
+
     def state(self, incarnation: str) -> NodeState | None:
         """The state of one incarnation; None if it is unknown."""
         node = self._nodes.get(incarnation)

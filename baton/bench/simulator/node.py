@@ -185,6 +185,36 @@ class SimulatedNode:
         self._handoffs.drop(request_id, self)
         self._start_next_step()
 
+    def streams(self) -> list[tuple[AttemptKey, int]]:
+        """The attempts that decode, with the tokens of prompt and output that they have so far."""
+        self._interrupt()
+        self.scheduler.bring_up_decodes()
+        return [
+            (attempt.key, attempt.request.num_computed_tokens)
+            for attempt in self._attempts.values()
+            if attempt.leg is not Leg.PREFILL and attempt.first_token_at is not None
+        ]
+
+    def give_back(self, keys: Collection[AttemptKey] | None = None) -> None:
+        """Ends attempts, or all of them, as a node does that changes its role: the router places them elsewhere."""
+        self._interrupt()
+        self.scheduler.bring_up_decodes()
+        given_back = [one for one in self._attempts.values() if keys is None or one.key in keys]
+        deltas: list[RequestDelta] = []
+        for attempt in given_back:
+            # What it has drawn goes to the client first: of an attempt that was aborted nothing is taken any more.
+            if attempt.leg is not Leg.PREFILL and (drawn := self._delta(attempt, None, "")).token_ids:
+                deltas.append(drawn)
+            deltas.append(self._delta(attempt, Outcome.ABORTED, "the node changes its role"))
+            request_id = str(attempt.key)
+            del self._attempts[request_id]
+            self._forget_drafts(request_id)
+            self.scheduler.end_requests([request_id], Outcome.ABORTED)
+            self._handoffs.drop(request_id, self)
+        if deltas:
+            self._report(self, StepReport(deltas, self.load()), self._token_times)
+        self._start_next_step()
+
     def on_transfer(self, output: KVTransferOutput) -> None:
         """Tells the scheduler what arrived, failed or was released."""
         if self.is_gone:

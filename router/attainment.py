@@ -6,6 +6,7 @@ import enum
 import math
 from collections import Counter
 from collections.abc import Iterator
+from itertools import product
 
 from baton.messages.generation import Finished
 from baton.observe.metrics import Figure
@@ -60,10 +61,8 @@ class Attainment:
         self._counts[service_class, kept] += 1
 
     def figures(self) -> Iterator[Figure]:
-        """The metrics, for the metrics page; those of classes without such requests are left out."""
+        """The metrics, for the metrics page."""
         text = "Requests with latency targets, by whether they kept these."
-        for service_class in ServiceClass:
-            if any((service_class, kept) in self._counts for kept in Kept):
-                for kept in Kept:
-                    labels = {"class": service_class.name.lower(), "result": kept.value}
-                    yield Figure("slo_requests_total", text, self._counts[service_class, kept], labels)
+        for service_class, kept in product(ServiceClass, Kept):
+            labels = {"class": service_class.name.lower(), "result": kept.value}
+            yield Figure("slo_requests_total", text, self._counts[service_class, kept], labels)

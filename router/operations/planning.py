@@ -15,8 +15,10 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
+from itertools import product
 
 from baton.errors import NotLeader, Unreachable
+from baton.messages.node import Role
 from baton.messages.operator import PlannedMove, PlanReport
 from baton.observe.metrics import Figure
 from baton.registry.base import LEAD_S, Membership, Term
@@ -34,7 +36,7 @@ from router.operations.live_history import RouterTotals
 from router.operations.steering import Steering
 from router.placement.view import ClusterView
 from router.planner.law import LawSettings, PressureLaw
-from router.planner.moves import Cordon, Evacuate, Flip, MoveBook, MoveEffect, MoveEnded, MoveState, Uncordon
+from router.planner.moves import ENDS, Cordon, Evacuate, Flip, MoveBook, MoveEffect, MoveEnded, MoveState, Uncordon
 from router.planner.observation import meter_requests, observe
 from router.planner.planner import Plan, Planner
 from router.timers import Timers, sleep_until
@@ -265,25 +267,22 @@ class Planning:
         )
 
     def figures(self) -> Iterator[Figure]:
-        """The metrics, for the metrics page; none for a router without a planner."""
-        if self._mode is PlannerMode.OFF:
-            return
+        """The metrics, for the metrics page."""
         yield Figure("planner_leads", "Whether this router plans moves.", float(self.term is not None), {})
-        verdict = self.plan.verdict if self.plan is not None else None
-        if self.term is not None and verdict is not None:
-            text = "How busy the nodes of a role are with the load that is expected; 1 is all that they sustain."
-            for role, value in (("prefill", verdict.now.prefill), ("decode", verdict.now.decode)):
-                yield Figure("planner_pressure", text, value, {"role": role})
-            text = "Nodes of each role that the planner wants."
-            for role, count in (
-                ("prefill", verdict.num_prefill),
-                ("decode", verdict.num_nodes - verdict.num_prefill),
-            ):
-                yield Figure("planner_nodes_wanted", text, count, {"role": role})
-        text = "Moves of nodes to other roles that have ended, by how."
-        for (origin, to, state), count in self.planner.book.num_ended.items():
-            labels = {"from": origin.value, "to": to.value, "end": state.value}
-            yield Figure("planner_moves_total", text, count, labels)
+        report = self.report()
+        text = (
+            "How busy the nodes of a role are with the load that is expected; 1: fully; 0 at routers that don't plan."
+        )
+        for role, pressure in (("prefill", report.prefill_pressure), ("decode", report.decode_pressure)):
+            yield Figure("planner_pressure", text, pressure, {"role": role})
+        text = "Nodes of a role that the planner wants; 0 at routers that don't plan."
+        for role, count in (("prefill", report.wanted_prefill_nodes), ("decode", report.wanted_decode_nodes)):
+            yield Figure("planner_nodes_wanted", text, count, {"role": role})
+        text = "Moves of nodes to a role that have ended, by how."
+        for to, end in product(Role, ENDS):
+            yield Figure(
+                "planner_moves_total", text, self.planner.book.num_ended[to, end], {"to": to.value, "end": end.value}
+            )
 
 
 def _planned_names(desired: DesiredState) -> frozenset[str]:

@@ -231,8 +231,8 @@ class MoveBook:
         self._rests_until: FIFOCache[str, float] = FIFOCache(_MOST_RESTING)
         self.ended: list[Move] = []
         """The latest that ended, the oldest first."""
-        self.num_ended: Counter[tuple[Role, Role, MoveState]] = Counter()
-        """By the role before, the role after, and how it ended."""
+        self.num_ended: Counter[tuple[Role, MoveState]] = Counter()
+        """By the role to which nodes moved, and how that ended."""
 
     @property
     def moves(self) -> Sequence[Move]:
@@ -294,6 +294,6 @@ class MoveBook:
         if move.ended_at is not None:
             del self._open[move.name]
             self._rests_until[move.name] = move.began_at + REST_S
-            self.num_ended[move.origin, move.to, move.state] += 1
+            self.num_ended[move.to, move.state] += 1
             self.ended = [*self.ended[1 - _KEPT :], move]
         return effects

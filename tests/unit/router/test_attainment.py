@@ -47,10 +47,5 @@ def test_counts_are_shown_by_class() -> None:
     attainment.count(ServiceClass.BATCH, Kept.GOOD)
     attainment.count(ServiceClass.BATCH, Kept.FAILED)
     shown = {(figure.labels["class"], figure.labels["result"]): figure.value for figure in attainment.figures()}
-    assert shown == {
-        ("batch", "good"): 2,
-        ("batch", "late"): 0,
-        ("batch", "slow"): 0,
-        ("batch", "late_and_slow"): 0,
-        ("batch", "failed"): 1,
-    }
+    assert {key: count for key, count in shown.items() if count} == {("batch", "good"): 2, ("batch", "failed"): 1}
+    assert len(shown) == len(ServiceClass) * len(Kept)

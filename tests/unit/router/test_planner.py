@@ -164,7 +164,7 @@ def test_a_move_goes_through_all_of_its_states() -> None:
     back = [*others, PlannedNode("n2", "n2.2", P)]
     assert _reach(book, move, MoveState.WARMING, back, 6.0) == [Uncordon("n2")]
     assert _reach(book, move, MoveState.SETTLED, back, 6.0 + WARM_S) == [MoveEnded(move)]
-    assert (book.moves, book.ended, book.num_ended[D, P, MoveState.SETTLED]) == ([], [move], 1)
+    assert (book.moves, book.ended, book.num_ended[P, MoveState.SETTLED]) == ([], [move], 1)
     # A node that has moved rests, from the beginning of its move on.
     again = book.start(D, [*(replace(node, work=9.0) for node in others), back[-1]], "", REST_S - 1)
     assert again is not None

@@ -7,8 +7,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from random import Random
 
-import pytest
-
 from baton.cli.commands.get_plan import roles_of
 from baton.messages.node import LoadReport, NodeDescription, StepFigures, StepReport
 from baton.messages.operator import PlanReport
@@ -210,14 +208,15 @@ async def test_what_was_planned_for_a_name_that_is_gone_is_forgotten() -> None:
         assert "d1" not in rig.desired.planned_prefill
 
 
-@pytest.mark.parametrize("mode", [PlannerMode.OFF, PlannerMode.ON])
-async def test_metrics_are_those_of_a_planner(mode: PlannerMode) -> None:
-    async with planned(mode) as rig:
-        if mode is PlannerMode.ON:
-            await rig.planning.tick()
-        names = {figure.name for figure in rig.planning.figures()}
-        expected = {"planner_leads", "planner_pressure", "planner_nodes_wanted"}
-        assert names == (expected if mode is PlannerMode.ON else set())
+async def test_metrics_are_those_of_the_last_decision() -> None:
+    async with planned() as rig:
+        quiet = {figure.name: figure.value for figure in rig.planning.figures()}
+        assert set(quiet.values()) == {0.0}
+        await rig.planning.tick()
+        shown = {(figure.name, figure.labels.get("role", "")): figure.value for figure in rig.planning.figures()}
+        assert shown["planner_leads", ""] == 1.0
+        assert shown["planner_nodes_wanted", "prefill"] == 3
+        assert shown["planner_pressure", "prefill"] > 1.0
 
 
 async def test_operators_are_told_the_numbers_of_the_last_decision() -> None:

@@ -47,7 +47,7 @@ class SimulatedPlanner:
         """The decisions, as JSON objects."""
         acts = config.planner is PlannerMode.ON
         if config.planner_law is PlannerLaw.DYNAMO:
-            self.planner = Planner(acts=acts, law=DynamoLaw(), forecast=last_minute)
+            self.planner = Planner(acts=acts, law=DynamoLaw(), forecast=last_interval)
         else:
             self.planner = Planner(acts=acts, law=PressureLaw())
         self._fleet = fleet
@@ -107,12 +107,12 @@ class SimulatedPlanner:
 # from the means of the interval before, and changes all of them at once. What a node sustains is what a single one does
 # at the target of the time per token: arrivals are even, and no block is reserved while a prompt is computed elsewhere.
 
-_INTERVAL_S = 60.0
+_INTERVAL_S = 180.0
 _BUSY = 0.9
 _KV_USED = 0.92
 
 
-def last_minute(meter: DemandMeter, now: float) -> OfferedLoad:
+def last_interval(meter: DemandMeter, now: float) -> OfferedLoad:
     """The load of the last interval."""
     return meter.load(_INTERVAL_S, now)
 

@@ -344,5 +344,9 @@ class Unreachable(BatonError):
     exit_code = ExitCode.UNREACHABLE
 
 
+class NotLeader(BatonError):
+    """A router wanted something as the one that plans moves, and is that no more. Nothing was changed."""
+
+
 class NobodyListens(Unreachable):
     """The host of the address refuses the connection, so that no process listens there any more."""

@@ -28,7 +28,7 @@ from baton.errors import (
     QueueFull,
     RequestNotFound,
 )
-from baton.messages.generation import PromptLogprobs
+from baton.messages.generation import Finished, PromptLogprobs
 from baton.messages.ids import AttemptKey, unscoped
 from baton.messages.node import NodeDescription, RequestDelta, StepReport, WatchKVCache
 from baton.messages.operator import QueuePlace, TenantRows
@@ -40,6 +40,7 @@ from router.admission.logprob_budget import LogprobBudget
 from router.admission.request import ValidRequest
 from router.admission.service_class import ServiceClass
 from router.admission.tenant_figures import TenantFigures
+from router.attainment import Attainment, Kept, kept_by
 from router.counters import DispatchCounters
 from router.flight.active_request import ActiveRequest, Adoptions, ClientCall
 from router.flight.answer import Answer
@@ -136,10 +137,16 @@ class LiveRequests:
         """Set while no request is live, and no whole answer is unread."""
         self.idle.set()
         self.counters = DispatchCounters()
+        self.attainment = Attainment()
         self.relay = OutputRelay(limits, self.counters, self.logprob_budget)
         self.timelines = TimelineLog()
         self.on_retry: Listeners[str, int, str] = Listeners()
         """Called when a request gets another attempt, with the request's id, the attempt's number and its cause."""
+        self.on_admitted: Listeners[ActiveRequest] = Listeners()
+        """Called when a request was admitted."""
+        self.on_ended: Listeners[ActiveRequest, Kept | None] = Listeners()
+        """Called when a request has ended that its client did not cancel, with the targets that it kept; None: it had
+        none."""
         self.on_node: Listeners[str] = Listeners()
         """Called when a node is attached, with its incarnation."""
         self.on_adapters: Listeners[str] = Listeners()
@@ -246,6 +253,7 @@ class LiveRequests:
         self._num_row_bytes = num_row_bytes
         self.idle.clear()
         self.counters.accepted += 1
+        self.on_admitted(active)
         return active
 
     def start(self, active: ActiveRequest) -> None:
@@ -510,6 +518,8 @@ class LiveRequests:
                     self.counters.errors[type(error).__name__] += 1
                     level = logging.DEBUG if is_cancelled else logging.INFO
                     _log.log(level, "request failed: %s", error, extra=_log_fields(active, error=type(error).__name__))
+                    if not isinstance(error, Cancelled | InvalidRequest):
+                        self._count_kept(active, None)
                     if active.first_token_at is None and isinstance(error, Overloaded | InvalidRequest):
                         self.counters.rejections[type(error).__name__] += 1
                         if isinstance(error, Overloaded):
@@ -602,9 +612,17 @@ class LiveRequests:
         active.queue.put(finished)
         self.counters.finished += 1
         self.counters.served.count(finished)
+        self._count_kept(active, finished)
         self.placer.note_times(active.request.request_id, finish.timings, finished.ttft_ms, now)
         self._waiting.note_times(active)
         self._end(active, None, now)
+
+    def _count_kept(self, active: ActiveRequest, finished: Finished | None) -> None:
+        """A request has ended that its client did not cancel. `finished`: None if it ended with an error."""
+        kept = kept_by(self.placer.target.of(active.request), finished)
+        if kept is not None:
+            self.attainment.count(active.service_class, kept)
+        self.on_ended(active, kept)
 
     def _end(self, active: ActiveRequest, error: BatonError | None, at: float | None = None) -> None:
         """Clean up after a flight that has ended: its timers are cancelled, but its client may still read."""

@@ -77,6 +77,7 @@ from router.operations.live_history import SAMPLE_EVERY_S, LiveHistory, LiveTota
 from router.operations.live_page import MAX_REMEMBERED, MAX_RUNNING, MAX_TENANTS, live_page_data
 from router.operations.metrics import connection_figures, figures
 from router.operations.operator_handler import OperatorHandler
+from router.operations.planning import PlannerMode, Planning, planner_of
 from router.operations.steering import Steering
 from router.placement.cost_model import ServiceLevel
 from router.placement.placer import PlacementSettings, Placer, Policy
@@ -228,11 +229,23 @@ class _Operators:
             core.cards.set_adapters,
         )
         self.steering.on_desired.add(self.adapters.take_desired)
-        self.handler = OperatorHandler(view, core.dispatcher, core.membership, core.clock, own)
+        self.planning = Planning(
+            mode := PlannerMode(config.planner),
+            core.incarnation,
+            view,
+            requests,
+            core.membership,
+            self.steering,
+            timers,
+            self.events,
+            planner_of(mode, config.goal_attainment),
+        )
+        self.handler = OperatorHandler(view, core.dispatcher, core.membership, core.clock, own, self.planning.report)
         served = requests.counters.served
         own_totals = partial(router_totals, requests, core.name, core.incarnation)
         history = LiveHistory(buckets_of(served.ttft, served.gaps))
         self.totals = LiveTotals(core.membership, timers, core.clock.wall, own_totals, history, requests.exchange)
+        self.totals.on_totals.add(self.planning.take_totals)
         # With TLS an operator has a certificate, otherwise a key.
         callers = Authenticator(core.keys) if core.tls is None else Authenticator(cluster=config.cluster)
         barrier = FaultBarrier(authenticator=callers)
@@ -278,6 +291,7 @@ class _PublicPorts:
         quotas: QuotaStore | None,
     ) -> None:
         self._core = core
+        self._planning = operators.planning
         # Shared by both.
         self.connections = limit = ConnectionLimit()
         budget = TurnBudget(asyncio.get_running_loop())
@@ -336,7 +350,8 @@ class _PublicPorts:
         held = connection_figures(self.grpc, self.http, self.connections)
         stored = declared_figures(self._responses.stats())
         by_tenant = [*self._tenants.figures(), *core.requests.tenants.figures()]
-        return render([*metrics, *by_tenant, *stored, *held, *process_figures()], labels)
+        planned = self._planning.figures()
+        return render([*metrics, *by_tenant, *planned, *stored, *held, *process_figures()], labels)
 
 
 class RouterProcess:
@@ -407,6 +422,9 @@ class RouterProcess:
         # The live page needs them, and the shares of tenants that use several routers.
         background["router-totals"] = start_background(
             self._operators.totals.run, "router-totals", on_fault=OnFault.RESTART
+        )
+        background["router-planner"] = start_background(
+            self._operators.planning.run, "router-planner", on_fault=OnFault.RESTART, may_end=True
         )
         stopping = asyncio.create_task(stop.wait(), name="router-stop")
         awaited = asyncio.create_task(self._awaited.wait(), name="router-awaited")

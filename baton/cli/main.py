@@ -28,7 +28,7 @@ _COMMANDS = {
     "down": ("baton.cli.commands.up", "Stop the cluster after its running requests have ended."),
     "status": ("baton.cli.commands.status", "Print whether the cluster serves: ok, degraded or unavailable."),
     "top": ("baton.cli.commands.status", "Show the state of the cluster, updated continuously."),
-    "get": ("baton.cli.commands.get", "List nodes, requests or leases of the cluster."),
+    "get": ("baton.cli.commands.get", "List nodes, requests or leases of the cluster, or what its planner wants."),
     "describe": ("baton.cli.commands.describe", "Show all details of one node or request."),
     "cordon": ("baton.cli.commands.change_nodes", "Stop sending new requests to nodes."),
     "uncordon": ("baton.cli.commands.change_nodes", "Send new requests to nodes again."),

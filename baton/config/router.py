@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ByteSize, Field
 
 from baton.config.cluster import ClusterSettings, ProcessSettings
-from baton.config.kinds import Count, CountOrZero, Milliseconds, Name, OnOff, Origins, Port, Seconds, UrlPrefixes
+from baton.config.kinds import Count, CountOrZero, Milliseconds, Name, OnOff, Origins, Port, Seconds, Share, UrlPrefixes
 from baton.messages.request_limits import (
     MAX_AUDIO_FILE_BYTES,
     MAX_AUDIO_SECONDS,
@@ -174,6 +174,16 @@ class RouterSettings(ClusterSettings):
         0.0,
         description="Mean time per token after the first at which it aims likewise, also for the streams beside which "
         "a prompt is computed; 0: any.",
+    )
+    planner: Literal["off", "advise", "on"] = Field(
+        "off",
+        description="on: nodes change their roles as the load changes, by the decisions of one router of the cluster. "
+        "advise: its decisions are events for operators, and no node moves. For placement by cost.",
+    )
+    goal_attainment: Share = Field(
+        0.95,
+        description="Share of requests that are to keep their latency targets; while fewer do, the planner counts the "
+        "role as busier that makes them miss these.",
     )
     cors_origins: Origins = Field(
         "",

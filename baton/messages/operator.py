@@ -192,6 +192,53 @@ class TenantRows:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedMove:
+    """The move of a node to another role."""
+
+    node: str
+    origin: str
+    to: str
+    state: str
+    """The name of its state in `router.planner.moves`."""
+    reason: str
+    age_s: float
+    """Seconds since it began."""
+    took_s: float
+    """Seconds until it ended, or until now."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """What a router's planner has decided last."""
+
+    mode: str
+    """off, advise or on."""
+    leads: bool = False
+    """Whether this router plans for the cluster. If not, only the mode is told."""
+    reason: str = ""
+    """Why nodes move or stay, or why nothing was decided."""
+    prefill_nodes: int = 0
+    decode_nodes: int = 0
+    """Nodes of each role, once all moves have ended."""
+    wanted_prefill_nodes: int = 0
+    wanted_decode_nodes: int = 0
+    prefill_pressure: float = 0.0
+    decode_pressure: float = 0.0
+    """How busy the nodes of each role are with the load that is expected: 1 is all that they sustain."""
+    wanted_prefill_pressure: float = 0.0
+    wanted_decode_pressure: float = 0.0
+    """The same with the nodes that are wanted."""
+    requests_per_s: float = 0.0
+    prompt_tokens: float = 0.0
+    output_tokens: float = 0.0
+    """The load that is expected; tokens are means over requests."""
+    attained: float = 0.0
+    """The share of the requests of the last minute with latency targets that kept these."""
+    moves: Sequence[PlannedMove] = ()
+    """The moves that go on, and the latest that have ended; the latest first."""
+
+
+@dataclass(frozen=True, slots=True)
 class TimelineStage:
     """One stage of a request. Each stage begins when the stage before it ends."""
 

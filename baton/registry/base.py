@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from baton.errors import ConfigError, Unreachable
 from baton.registry.desired import DesiredChange, DesiredState
@@ -13,6 +13,18 @@ ENDED_S = 60.0
 """Seconds that the record of a finished request is kept, since its client may have missed the end of the stream."""
 MAX_RECORD_BYTES = 256 << 10
 """Larger records are not kept. The largest part of a record is a grammar."""
+
+
+LEAD_S = 10.0
+"""A leader that has not confirmed that it leads for so many seconds leads no more."""
+
+
+class Term(NamedTuple):
+    """The time for which one process leads."""
+
+    number: int
+    """Larger than those of all terms before, as long as the registry keeps its data."""
+    incarnation: str
 
 
 class Lease(Protocol):
@@ -96,8 +108,22 @@ class Membership(Protocol):
         """Read what operators want. Raises Unreachable."""
         ...
 
-    async def want(self, change: DesiredChange) -> None:
-        """Change what operators want, atomically. Raises Unreachable, after which the change may still take effect."""
+    async def want(self, change: DesiredChange, term: Term | None = None) -> None:
+        """Change what operators want, atomically. Raises Unreachable, after which the change may still take effect.
+
+        `term`: that of the leader who wants it; raises NotLeader, and changes nothing, if it has ended.
+        """
+        ...
+
+    async def lead(self, incarnation: str) -> Term | None:
+        """Become or stay the one router that plans moves, for LEAD_S from now. None: another one is.
+
+        Raises Unreachable.
+        """
+        ...
+
+    async def resign(self, term: Term) -> None:
+        """End a term, so that another router may lead at once. Idempotent. Raises Unreachable."""
         ...
 
     def watch_desired(self) -> AsyncIterator[DesiredState]:

@@ -16,10 +16,14 @@ from baton.values import value
 
 _MOST_CHARS = MAX_DIRECTORY_BYTES + 1024
 _FIELDS = {"name", "directory", "digest", "number"}
-DesiredSet: TypeAlias = Literal["cordoned", "prefill", "decode", "adapters"]
+DesiredSet: TypeAlias = Literal[
+    "cordoned", "prefill", "decode", "adapters", "planned_cordon", "planned_prefill", "planned_decode"
+]
 DESIRED_SETS: tuple[DesiredSet, ...] = get_args(DesiredSet)
 """The names of the sets of texts that make up the desired state. The first three have names of nodes, two of them are
-roles: a node is in at most one of these. The last has adapters, see `NamedAdapter`."""
+roles: a node is in at most one of these. The fourth has adapters, see `NamedAdapter`. The others are the planner's, and
+count only where operators have said nothing.
+"""
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}\Z")
 
 
@@ -86,6 +90,10 @@ class DesiredState:
     prefill: frozenset[str] = frozenset()
     decode: frozenset[str] = frozenset()
     adapters: frozenset[str] = frozenset()
+    planned_cordon: frozenset[str] = frozenset()
+    """Nodes that are about to take another role."""
+    planned_prefill: frozenset[str] = frozenset()
+    planned_decode: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, stored: Mapping[str, Iterable[str]]) -> DesiredState:
@@ -103,11 +111,17 @@ class DesiredState:
         names: frozenset[str] = getattr(self, kind)
         return names
 
+    def is_cordoned(self, name: str) -> bool:
+        """Whether the node is to get no new requests."""
+        return name in self.cordoned or name in self.planned_cordon
+
     def role_of(self, name: str) -> Literal["prefill", "decode"] | None:
         """The role that the node is to have. None: the role that it was started with."""
-        if name in self.prefill:
+        if name in self.prefill or name in self.decode:
+            return "prefill" if name in self.prefill else "decode"
+        if name in self.planned_prefill:
             return "prefill"
-        return "decode" if name in self.decode else None
+        return "decode" if name in self.planned_decode else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +150,40 @@ def cordon(names: Iterable[str]) -> DesiredChange:
 
 
 def uncordon(names: Iterable[str]) -> DesiredChange:
-    """The change after which these nodes get requests again."""
-    return DesiredChange({}, {"cordoned": frozenset(names)})
+    """The change after which these nodes get requests again, whoever has cordoned them."""
+    gone = frozenset(names)
+    return DesiredChange({}, {"cordoned": gone, "planned_cordon": gone})
 
 
 def set_role(name: str, role: Literal["prefill", "decode"]) -> DesiredChange:
-    """The change after which the node has this role, now and after each start."""
+    """The change after which the node has this role, now and after each start, whatever is planned for it."""
     opposite: DesiredSet = "decode" if role == "prefill" else "prefill"
-    return DesiredChange({role: frozenset({name})}, {opposite: frozenset({name})})
+    one = frozenset({name})
+    return DesiredChange({role: one}, {opposite: one, "planned_prefill": one, "planned_decode": one})
+
+
+def plan_cordon(name: str) -> DesiredChange:
+    """The change after which the node gets no new requests while it moves."""
+    return DesiredChange({"planned_cordon": frozenset({name})}, {})
+
+
+def end_planned_cordons(names: Iterable[str]) -> DesiredChange:
+    """The change after which these nodes get requests again, unless operators have cordoned them."""
+    return DesiredChange({}, {"planned_cordon": frozenset(names)})
+
+
+def plan_role(name: str, role: Literal["prefill", "decode"]) -> DesiredChange:
+    """The change after which the node has this role, now and after each start, unless operators have given it one."""
+    one = frozenset({name})
+    if role == "prefill":
+        return DesiredChange({"planned_prefill": one}, {"planned_decode": one})
+    return DesiredChange({"planned_decode": one}, {"planned_prefill": one})
+
+
+def forget_planned(names: Iterable[str]) -> DesiredChange:
+    """The change after which nothing is planned for these nodes."""
+    gone = frozenset(names)
+    return DesiredChange({}, {"planned_cordon": gone, "planned_prefill": gone, "planned_decode": gone})
 
 
 def name_adapter(source: AdapterSource, state: DesiredState) -> DesiredChange:
@@ -178,12 +218,16 @@ class DesiredMemory:
         lost: dict[DesiredSet, frozenset[str]] = {}
         if self._epoch is not None and epoch != self._epoch:
             # A role that an operator has set since then replaces the remembered one.
-            chosen = fresh.prefill | fresh.decode
+            chosen, planned = fresh.prefill | fresh.decode, fresh.planned_prefill | fresh.planned_decode
             named = fresh.named_adapters
             known = replace(
                 self._known,
                 prefill=self._known.prefill - chosen,
                 decode=self._known.decode - chosen,
+                planned_prefill=self._known.planned_prefill - planned,
+                planned_decode=self._known.planned_decode - planned,
+                # Whoever planned a move begins it anew, or nobody would ever end its cordon.
+                planned_cordon=frozenset(),
                 adapters=frozenset(
                     adapter.text for name, adapter in self._known.named_adapters.items() if name not in named
                 ),

@@ -33,7 +33,7 @@ _MAX_SOCKET_PATH = 107
 """Bytes of sockaddr_un.sun_path, less the closing zero."""
 USER = "baton"
 _COMMANDS = (
-    ("connection", ("auth", "hello", "ping", "multi", "exec")),
+    ("connection", ("auth", "hello", "ping", "multi", "exec", "watch", "unwatch")),
     ("records", ("get", "mget", "set", "del", "pexpire", "incrby")),
     ("sets", ("smembers", "sadd", "srem")),
     ("notices", ("publish", "subscribe", "unsubscribe")),

@@ -7,6 +7,7 @@
     baton:CLUSTER:reserve:N          memory held in reserve, freed when a record has to be written and Redis is full
     baton:CLUSTER:desired:STATE      the set of nodes that operators want to be cordoned, prefill or decode; or the
                                      adapters that they have given names to
+    baton:CLUSTER:planner, :terms    which router plans moves, and the counter of its terms, see `redis_leader`
     baton:CLUSTER:changes            pub/sub channel; each message says that a record or the desired state changed
     baton:CLUSTER:totals:INCARNATION what a router has counted, as JSON for the live pages of all; expires
     baton:CLUSTER:flight:REQUEST     the record of one running request, see `redis_flights`
@@ -42,7 +43,7 @@ from baton.background import OnFault, start_background
 from baton.clock import Clock, SystemClock
 from baton.errors import Unreachable
 from baton.messages.ids import random_token
-from baton.registry.base import require
+from baton.registry.base import Term, require
 from baton.registry.connection import REDIS_ERRORS, connect_redis
 from baton.registry.desired import DESIRED_SETS, DesiredChange, DesiredMemory, DesiredState
 from baton.registry.feed import Feed
@@ -54,6 +55,7 @@ from baton.registry.records import (
     number_of_start,
     read_records,
 )
+from baton.registry.redis_leader import as_not_leader, lead, resign, watch_term
 from baton.security.redaction import without_password
 
 T = TypeVar("T")
@@ -168,9 +170,17 @@ class Registry:
         """Read what operators want. Raises Unreachable."""
         return (await self._checked(self._read())).desired
 
-    async def want(self, change: DesiredChange) -> None:
+    async def want(self, change: DesiredChange, term: Term | None = None) -> None:
         """Change what operators want; see `Membership.want`."""
-        await self._checked(self._want(change))
+        await self._checked(self._want(change, term))
+
+    async def lead(self, incarnation: str) -> Term | None:
+        """Become or stay the router that plans moves; see `Membership.lead`."""
+        return await self._checked(lead(self._client, self._key("planner"), self._key("terms"), incarnation))
+
+    async def resign(self, term: Term) -> None:
+        """End a term; see `Membership.resign`."""
+        await self._checked(resign(self._client, self._key("planner"), term))
 
     async def watch_desired(self) -> AsyncIterator[DesiredState]:
         """Yield what operators want now and after each change; see `Membership.watch_desired`."""
@@ -269,8 +279,9 @@ class Registry:
         stored = [(name, _bytes(value)) for name, value in records.items() if value is not None]
         return _Stored(None if epoch is None else _text(epoch), stored, desired)
 
-    async def _want(self, change: DesiredChange) -> None:
+    async def _want(self, change: DesiredChange, term: Term | None = None) -> None:
         async with self._client.pipeline(transaction=True) as pipe:
+            await watch_term(pipe, self._key("planner"), term)
             pipe.set(self._key("epoch"), random_token(self._rng), nx=True)
             for kind in DESIRED_SETS:
                 if gone := change.remove.get(kind):
@@ -278,7 +289,8 @@ class Registry:
                 if new := change.add.get(kind):
                     pipe.sadd(self._key("desired", kind), *new)
             pipe.publish(self._key("changes"), "desired")
-            await pipe.execute()
+            with as_not_leader(term):
+                await pipe.execute()
 
     async def publish(self, record: NodeRecord) -> None:
         """Write or renew one record for its lease, and notify watchers if it changed. Raises Unreachable."""

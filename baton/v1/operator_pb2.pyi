@@ -122,6 +122,64 @@ class RequestRow(_message.Message):
     detail: str
     def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., router: _Optional[str] = ..., age_s: _Optional[float] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
 
+class GetPlanRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetPlanResponse(_message.Message):
+    __slots__ = ("mode", "leads", "reason", "prefill_nodes", "decode_nodes", "wanted_prefill_nodes", "wanted_decode_nodes", "prefill_pressure", "decode_pressure", "wanted_prefill_pressure", "wanted_decode_pressure", "requests_per_s", "prompt_tokens", "output_tokens", "attained", "moves")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    LEADS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_NODES_FIELD_NUMBER: _ClassVar[int]
+    DECODE_NODES_FIELD_NUMBER: _ClassVar[int]
+    WANTED_PREFILL_NODES_FIELD_NUMBER: _ClassVar[int]
+    WANTED_DECODE_NODES_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_PRESSURE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_PRESSURE_FIELD_NUMBER: _ClassVar[int]
+    WANTED_PREFILL_PRESSURE_FIELD_NUMBER: _ClassVar[int]
+    WANTED_DECODE_PRESSURE_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ATTAINED_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    mode: str
+    leads: bool
+    reason: str
+    prefill_nodes: int
+    decode_nodes: int
+    wanted_prefill_nodes: int
+    wanted_decode_nodes: int
+    prefill_pressure: float
+    decode_pressure: float
+    wanted_prefill_pressure: float
+    wanted_decode_pressure: float
+    requests_per_s: float
+    prompt_tokens: float
+    output_tokens: float
+    attained: float
+    moves: _containers.RepeatedCompositeFieldContainer[PlannedMove]
+    def __init__(self, mode: _Optional[str] = ..., leads: _Optional[bool] = ..., reason: _Optional[str] = ..., prefill_nodes: _Optional[int] = ..., decode_nodes: _Optional[int] = ..., wanted_prefill_nodes: _Optional[int] = ..., wanted_decode_nodes: _Optional[int] = ..., prefill_pressure: _Optional[float] = ..., decode_pressure: _Optional[float] = ..., wanted_prefill_pressure: _Optional[float] = ..., wanted_decode_pressure: _Optional[float] = ..., requests_per_s: _Optional[float] = ..., prompt_tokens: _Optional[float] = ..., output_tokens: _Optional[float] = ..., attained: _Optional[float] = ..., moves: _Optional[_Iterable[_Union[PlannedMove, _Mapping]]] = ...) -> None: ...
+
+class PlannedMove(_message.Message):
+    __slots__ = ("node", "origin", "to", "state", "reason", "age_s", "took_s")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    TOOK_S_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    origin: str
+    to: str
+    state: str
+    reason: str
+    age_s: float
+    took_s: float
+    def __init__(self, node: _Optional[str] = ..., origin: _Optional[str] = ..., to: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ..., took_s: _Optional[float] = ...) -> None: ...
+
 class ListTenantsRequest(_message.Message):
     __slots__ = ("limit",)
     LIMIT_FIELD_NUMBER: _ClassVar[int]

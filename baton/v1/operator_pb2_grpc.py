@@ -60,6 +60,11 @@ class OperatorStub:
                 request_serializer=baton_dot_v1_dot_operator__pb2.ListTenantsRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_operator__pb2.ListTenantsResponse.FromString,
                 _registered_method=True)
+        self.GetPlan = channel.unary_unary(
+                '/baton.v1.Operator/GetPlan',
+                request_serializer=baton_dot_v1_dot_operator__pb2.GetPlanRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_operator__pb2.GetPlanResponse.FromString,
+                _registered_method=True)
         self.CordonNodes = channel.unary_unary(
                 '/baton.v1.Operator/CordonNodes',
                 request_serializer=baton_dot_v1_dot_operator__pb2.CordonNodesRequest.SerializeToString,
@@ -141,6 +146,13 @@ class OperatorServicer:
 
     def ListTenants(self, request, context):
         """ListTenants tells what this router has done for each tenant.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetPlan(self, request, context):
+        """GetPlan tells what the planner of this router has decided last, and which nodes move to other roles.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -236,6 +248,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.ListTenants,
                     request_deserializer=baton_dot_v1_dot_operator__pb2.ListTenantsRequest.FromString,
                     response_serializer=baton_dot_v1_dot_operator__pb2.ListTenantsResponse.SerializeToString,
+            ),
+            'GetPlan': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPlan,
+                    request_deserializer=baton_dot_v1_dot_operator__pb2.GetPlanRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_operator__pb2.GetPlanResponse.SerializeToString,
             ),
             'CordonNodes': grpc.unary_unary_rpc_method_handler(
                     servicer.CordonNodes,
@@ -419,6 +436,33 @@ class Operator:
             '/baton.v1.Operator/ListTenants',
             baton_dot_v1_dot_operator__pb2.ListTenantsRequest.SerializeToString,
             baton_dot_v1_dot_operator__pb2.ListTenantsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPlan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Operator/GetPlan',
+            baton_dot_v1_dot_operator__pb2.GetPlanRequest.SerializeToString,
+            baton_dot_v1_dot_operator__pb2.GetPlanResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,6 +20,7 @@ from baton.observe.metrics import Histogram
 from baton.registry import Membership
 from router.admission.exchange import MAX_ENTRIES, ChargedTotal, LedgerExchange
 from router.flight.flight_table import AttemptCause
+from router.listeners import Listeners
 from router.live_requests import LiveRequests
 from router.timers import Timers, sleep_until
 
@@ -301,6 +302,8 @@ class LiveTotals:
         self._exchange = exchange
         self._routers: list[str] = []
         self.history = history
+        self.on_totals: Listeners[Sequence[RouterTotals]] = Listeners()
+        """Called with the totals of all routers after each exchange, this router's first."""
 
     def registered_routers(self, incarnations: Iterable[str]) -> None:
         """Take the incarnations of the routers that are in the registry now."""
@@ -331,7 +334,9 @@ class LiveTotals:
             published = {}
         others = list(_readable(published))
         self._exchange.take_all({router.incarnation: router.charged for router in others})
-        return [own, *others]
+        totals = [own, *others]
+        self.on_totals(totals)
+        return totals
 
 
 def _readable(published: Mapping[str, bytes]) -> Iterable[RouterTotals]:

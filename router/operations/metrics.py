@@ -21,6 +21,7 @@ def figures(requests: LiveRequests, view: ClusterView, now: float, wall: float) 
     text = "Bytes that log-probabilities of live requests may come to."
     yield Figure("logprob_reserved_bytes", text, requests.logprob_budget.num_bytes, {})
     yield from declared_figures(requests.counters)
+    yield from requests.attainment.figures()
     yield from requests.placer.figures(now)
     text = "How often a node with room for more requests came to have none, by what it lacked."
     yield from by_label("router_node_full_total", text, "why", {lack.value: view.num_full[lack] for lack in Lack})

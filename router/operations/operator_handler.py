@@ -14,6 +14,7 @@ from baton.messages.operator import (
     NodeStatus,
     PlacementDecision,
     PlacementOutcome,
+    PlanReport,
     RequestExplanation,
     RequestRow,
     TenantRows,
@@ -143,13 +144,15 @@ class OperatorHandler:
         membership: Membership,
         clock: Clock,
         own: Callable[[], NodeRecord],
+        plan: Callable[[], PlanReport],
     ) -> None:
-        """`own` returns this router's record as it is now."""
+        """`own` returns this router's record as it is now, `plan` what its planner has decided last."""
         self._view = view
         self._dispatcher = dispatcher
         self._membership = membership
         self._clock = clock
         self._own = own
+        self._plan = plan
         self._routers: tuple[NodeRecord, ...] = ()
 
     def registered_routers(self, records: Sequence[NodeRecord]) -> None:
@@ -195,6 +198,10 @@ class OperatorHandler:
     def tenants(self, limit: int) -> TenantRows:
         """What this router has done for each tenant."""
         return self._dispatcher.requests.tenant_rows(limit)
+
+    def plan(self) -> PlanReport:
+        """What this router's planner has decided last."""
+        return self._plan()
 
     def explain(self, request_id: str) -> RequestExplanation:
         """Why a request was placed as it was, or waits; raises RequestNotFound if it is unknown or too long ago."""

@@ -20,6 +20,7 @@ from baton.messages.node import Role
 from baton.messages.operator import ClusterEvent, DrainProgress, NodeStatus, RoleSet
 from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.registry import DesiredChange, DesiredState, Membership
+from baton.registry.base import Term
 from baton.registry.desired import cordon, set_role, uncordon
 from router.listeners import Listeners
 from router.operations.cluster_events import ClusterSnapshot, EventRing, NodeSnapshot, cluster_changes
@@ -136,7 +137,9 @@ class Steering:
     async def uncordon(self, names: Sequence[str]) -> None:
         """Send these nodes requests again; raises as `cordon`."""
         # A node that is away can be uncordoned, too.
-        self._check_names(names, {**self._nodes(), **dict.fromkeys(self._desired.cordoned)})
+        self._check_names(
+            names, {**self._nodes(), **dict.fromkeys(self._desired.cordoned | self._desired.planned_cordon)}
+        )
         await self.write(uncordon(names))
 
     async def set_role(self, name: str, role: str) -> RoleSet:
@@ -163,7 +166,7 @@ class Steering:
         otherwise it stays cordoned.
         """
         await self.cordon([name])
-        settled_at = self._timers.monotonic() + (SETTLE_S if len(self._routers) > 1 else 0.0)
+        settled_at = self._timers.monotonic() + self.settle_s
         last_progress: DrainProgress | None = None
         stopping = ""
         reads_only_since: float | None = None
@@ -222,10 +225,23 @@ class Steering:
         self._on_cordoned_work()
         self.check_cluster()
 
-    async def write(self, change: DesiredChange) -> None:
-        """Change what operators want, in the registry and here. Raises Unreachable if the registry can't store it."""
+    @property
+    def desired(self) -> DesiredState:
+        """What operators and the planner want, as of the last message of the registry."""
+        return self._desired
+
+    @property
+    def settle_s(self) -> float:
+        """Within so many seconds all routers know of a change of the desired state."""
+        return SETTLE_S if len(self._routers) > 1 else 0.0
+
+    async def write(self, change: DesiredChange, term: Term | None = None) -> None:
+        """Change what is wanted, in the registry and here. Raises Unreachable if the registry can't store it.
+
+        `term`: that of the router that plans moves; raises NotLeader if it has ended.
+        """
         try:
-            await self._membership.want(change)
+            await self._membership.want(change, term)
         except Unreachable as error:
             raise Unreachable(f"nothing was changed, since the registry could not store it: {error}") from None
         self._take_desired(change.applied_to(self._desired))

@@ -36,6 +36,7 @@ from baton.messages.kv_cache import KVFormat
 from baton.messages.node import NodeDescription, Role
 from baton.messages.operator import PlacementWay
 from baton.values import value
+from router.admission.request import ValidRequest
 from router.placement.fleet_rates import NO_WORK, MixedWork, decay, stream_ms
 from router.placement.placement import Candidate, Demand, takes_no_stream
 from router.placement.rates import StepRates
@@ -72,6 +73,11 @@ class ServiceLevel:
 
     first_token_ms: float = math.inf
     token_ms: float = math.inf
+
+    def of(self, request: ValidRequest) -> ServiceLevel:
+        """The targets of a request: those that its client named, and these for the others."""
+        first = self.first_token_ms if request.ttft_slo_ms is None else request.ttft_slo_ms
+        return ServiceLevel(first, self.token_ms if request.tpot_slo_ms is None else request.tpot_slo_ms)
 
 
 @dataclass(slots=True)

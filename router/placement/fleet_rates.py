@@ -84,6 +84,17 @@ class MixedWork:
 NO_WORK = MixedWork()
 
 
+@value(frozen=True, slots=True)
+class UsualRates:
+    """The rates of the nodes of one class, and how many of their steps these were learnt from."""
+
+    rates: StepRates
+    num_steps: int
+    num_prompt_steps: int
+    """Of steps that computed prompts."""
+    num_decode_steps: int
+
+
 class _Node:
     """The rates of one node, and when it reported steps last."""
 
@@ -241,6 +252,12 @@ class FleetRates:
         its_class = self._class_of.get(incarnation) or self._class(_UNKNOWN)
         node = self._nodes.get(incarnation)
         return (its_class.rates, NO_WORK) if node is None else (node.blended_with(its_class.rates, now), node.work)
+
+    def usual(self, incarnation: str) -> UsualRates:
+        """The rates of the nodes of this one's class."""
+        its_class = self._class_of.get(incarnation) or self._class(_UNKNOWN)
+        own = its_class.learner
+        return UsualRates(its_class.rates, own.num_steps, own.num_prompt_steps, own.num_decode_steps)
 
     def ms_per_byte(self, incarnation: str, now: float) -> float:
         """The time per byte of transfers into a node, in milliseconds."""

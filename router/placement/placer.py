@@ -38,7 +38,7 @@ from router.placement.cost_model import (
 )
 from router.placement.cost_table import CostTable, RowMask
 from router.placement.decisions import Choice, Decision, DecisionLog, Explanation, MeasuredTimes, decision_of, regret_ms
-from router.placement.fleet_rates import FleetRates
+from router.placement.fleet_rates import FleetRates, UsualRates
 from router.placement.placement import (
     Candidate,
     Demand,
@@ -131,6 +131,15 @@ class Placer:
     @property
     def _predicts(self) -> bool:
         return self._settings.policy is Policy.COST
+
+    @property
+    def target(self) -> ServiceLevel:
+        """The targets of requests that name none."""
+        return self._settings.target
+
+    def usual_rates(self, incarnation: str) -> UsualRates:
+        """What nodes like this one usually need for a step."""
+        return self._rates.usual(incarnation)
 
     # --- reports of nodes ---
 
@@ -532,6 +541,5 @@ def _incarnations(placement: Placement) -> tuple[str, ...]:
 
 def _level(request: ValidRequest, waited_s: float, target: ServiceLevel) -> ServiceLevel:
     """The times with which ways are compared."""
-    first = target.first_token_ms if request.ttft_slo_ms is None else request.ttft_slo_ms
-    per_token = target.token_ms if request.tpot_slo_ms is None else request.tpot_slo_ms
-    return ServiceLevel(first * _FIRST_TOKEN_MARGIN - waited_s * 1e3, per_token)
+    level = target.of(request)
+    return ServiceLevel(level.first_token_ms * _FIRST_TOKEN_MARGIN - waited_s * 1e3, level.token_ms)

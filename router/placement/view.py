@@ -90,7 +90,7 @@ class ClusterView:
         for incarnation, record in current.items():
             node = self._nodes.get(incarnation)
             if node is None:
-                self._nodes[incarnation] = KnownNode(record, record.name in self._desired.cordoned)
+                self._nodes[incarnation] = KnownNode(record, self._desired.is_cordoned(record.name))
             else:
                 if node.record.state != record.state:
                     self._candidate_changed(node)
@@ -114,7 +114,7 @@ class ClusterView:
         self._described = None
         self._takers_changed()
         for node in self._nodes.values():
-            node.cordoned = node.record.name in desired.cordoned
+            node.cordoned = desired.is_cordoned(node.record.name)
             self._candidate_changed(node)
 
     def attached(self, description: NodeDescription, now: float) -> None:
@@ -411,6 +411,11 @@ class ClusterView:
                 node for node in self.descriptions() if node.model not in models or (node.model, node.bits) in versions
             )
         return self._served_by
+
+    def attached_nodes(self) -> Sequence[KnownNode]:
+        """The attached nodes of the versions that get new requests; not to be changed."""
+        left_out = self._why_left_out()
+        return [node for incarnation, node in self._nodes.items() if node.attached and incarnation not in left_out]
 
     def state(self, incarnation: str) -> NodeState | None:
         """The state of one incarnation; None if it is unknown."""

@@ -14,8 +14,12 @@ from baton.registry.desired import (
     DesiredMemory,
     DesiredState,
     cordon,
+    end_planned_cordons,
     forget_adapter,
+    forget_planned,
     name_adapter,
+    plan_cordon,
+    plan_role,
     set_role,
     uncordon,
 )
@@ -55,6 +59,24 @@ async def test_a_node_has_one_desired_role_at_most(server: Server) -> None:
     desired = await registry.desired()
     assert (desired.role_of("a"), desired.role_of("b")) == ("prefill", None)
     assert desired.decode == frozenset()
+
+
+async def test_what_operators_say_of_a_role_comes_before_what_is_planned(server: Server) -> None:
+    registry = server.connect()
+    for change in (plan_cordon("a"), plan_role("a", "prefill"), plan_role("b", "prefill"), plan_role("b", "decode")):
+        await registry.want(change)
+    desired = await registry.desired()
+    assert (desired.role_of("a"), desired.role_of("b"), desired.is_cordoned("a")) == ("prefill", "decode", True)
+    await registry.want(DesiredChange({"decode": frozenset("a")}, {}))
+    assert (await registry.desired()).role_of("a") == "decode"
+    await registry.want(uncordon(["a"]))
+    await registry.want(set_role("a", "decode"))
+    assert await registry.desired() == DesiredState(decode=frozenset("a"), planned_decode=frozenset("b"))
+    await registry.want(cordon(["b"]))
+    await registry.want(end_planned_cordons(["b"]))
+    assert (await registry.desired()).is_cordoned("b")
+    await registry.want(forget_planned(["b"]))
+    assert (await registry.desired()).role_of("b") is None
 
 
 async def test_changes_fail_while_the_registry_is_away_and_an_empty_one_gets_the_known_state_again(
@@ -106,7 +128,8 @@ async def test_all_incarnations_of_a_name_are_listed_oldest_first(server: Server
 
 
 def test_a_flushed_registry_gets_only_the_known_state_that_it_does_not_contradict() -> None:
-    memory, known = DesiredMemory(), DesiredState(frozenset("ab"), decode=frozenset("a"))
+    memory = DesiredMemory()
+    known = DesiredState(frozenset("ab"), decode=frozenset("a"), planned_cordon=frozenset("d"))
     assert memory.merge("one", known) == (known, DesiredChange({}, {}))
     # In the new one somebody has chosen another role and cordoned a third node already.
     fresh = DesiredState(frozenset("bc"), prefill=frozenset("a"))

@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.clock import Clock, SystemClock
-from baton.errors import Unreachable
+from baton.errors import NotLeader, Unreachable
+from baton.registry.base import LEAD_S, Term
 from baton.registry.desired import DesiredChange, DesiredMemory, DesiredState
 from baton.registry.feed import Feed
 from baton.registry.records import NodeRecord, OutageGrace, Snapshot, incarnations_of, number_of_start, read_records
@@ -33,6 +34,9 @@ class FakeRegistryStore:
         self._desired: dict[str, DesiredState] = {}
         self._starts: dict[str, int] = {}
         self._totals: dict[str, dict[str, bytes]] = {}
+        self._terms: dict[str, tuple[Term, float]] = {}
+        """The last term of each cluster, and until when it lasts."""
+        self._num_terms = 0
         self._clients: set[FakeRegistry] = set()
 
     @property
@@ -55,6 +59,7 @@ class FakeRegistryStore:
             self._desired.clear()
             self._starts.clear()
             self._totals.clear()
+            self._terms.clear()
             self._epochs += 1
         self.up = True
         self._notify_clients()
@@ -98,6 +103,27 @@ class FakeRegistryStore:
     def totals(self, cluster: str) -> dict[str, bytes]:
         """The totals of the routers of a cluster, by incarnation. They do not expire here."""
         return self._totals.setdefault(cluster, {})
+
+    def term(self, cluster: str) -> Term | None:
+        """The term that lasts."""
+        term, until = self._terms.get(cluster, (None, 0.0))
+        return term if asyncio.get_running_loop().time() < until else None
+
+    def lead(self, cluster: str, incarnation: str) -> Term | None:
+        """Begin or extend a term; see `Membership.lead`."""
+        term = self.term(cluster)
+        if term is None:
+            self._num_terms += 1
+            term = Term(self._num_terms, incarnation)
+        if term.incarnation != incarnation:
+            return None
+        self._terms[cluster] = term, asyncio.get_running_loop().time() + LEAD_S
+        return term
+
+    def resign(self, cluster: str, term: Term) -> None:
+        """End a term, if it lasts."""
+        if self.term(cluster) == term:
+            del self._terms[cluster]
 
     def attach(self, client: FakeRegistry) -> None:
         """Notify this client of every change from now on."""
@@ -186,10 +212,22 @@ class FakeRegistry:
         await self.ping()
         return self._store.desired(self._cluster)
 
-    async def want(self, change: DesiredChange) -> None:
+    async def want(self, change: DesiredChange, term: Term | None = None) -> None:
         """Change what operators want; see `Membership.want`."""
         await self.ping()
+        if term is not None and self._store.term(self._cluster) != term:
+            raise NotLeader(f"the term {term.number} of {term.incarnation} has ended")
         self._store.want(self._cluster, change)
+
+    async def lead(self, incarnation: str) -> Term | None:
+        """Become or stay the router that plans moves; see `Membership.lead`."""
+        await self.ping()
+        return self._store.lead(self._cluster, incarnation)
+
+    async def resign(self, term: Term) -> None:
+        """End a term; see `Membership.resign`."""
+        await self.ping()
+        self._store.resign(self._cluster, term)
 
     async def watch_desired(self) -> AsyncIterator[DesiredState]:
         """Yield what operators want now and after each change; see `Membership.watch_desired`."""

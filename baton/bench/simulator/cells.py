@@ -164,6 +164,7 @@ def _merged(cells: Sequence[Simulated]) -> Simulated:
         first.num_failures += other.num_failures
         first.bytes_moved += other.bytes_moved
         first.num_preemptions += other.num_preemptions
+        first.moves += other.moves
         if first.drafts is not None and other.drafts is not None:
             first.drafts.add(other.drafts)
         if first.timeline is not None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from baton.bench.workloads.tenants import TenantLoad
     from router.admission.limits import DispatchLimits
 
-Preset = Literal["distserve", "mooncake", "fleet"]
+Preset = Literal["distserve", "mooncake", "fleet", "day"]
 """Published experiments that can be repeated."""
 
 
@@ -35,6 +35,31 @@ class Policy(enum.StrEnum):
     LOAD_BALANCED = "load-balanced"
     LOCAL_CACHE = "local-cache"
     GLOBAL_CACHE = "global-cache"
+
+
+class PlannerMode(enum.StrEnum):
+    """Whether nodes change their roles as the load changes."""
+
+    OFF = "off"
+    ADVISE = "advise"
+    """The planner decides, and no node moves."""
+    ON = "on"
+
+
+class PlannerLaw(enum.StrEnum):
+    """By which law nodes are divided among the roles: the router's own, or another one for comparison."""
+
+    OWN = "own"
+    DYNAMO = "dynamo"
+
+
+class Evacuation(enum.StrEnum):
+    """What becomes of the streams on a node that is to change its role."""
+
+    END = "end"
+    """They end there; what is left after a while goes on elsewhere, behind the tokens that its client has."""
+    MOVE = "move"
+    """They go on elsewhere as soon as their blocks have moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +206,16 @@ class SimulationConfig:
     mtbf_s: Annotated[float, Flag("Mean time between failures of each node.", min=0.001)] = math.inf
     """They are exponentially distributed."""
     repair_s: Annotated[float, Flag("Seconds until a failed node serves again.", min=0)] = 60.0
+    planner: Annotated[
+        PlannerMode, Flag("Nodes change their roles as the load changes. advise: it is decided, and no node moves.")
+    ] = PlannerMode.OFF
+    planner_law: Annotated[PlannerLaw, Flag("By which law: the router's own, or that of NVIDIA Dynamo's planner.")] = (
+        PlannerLaw.OWN
+    )
+    flip_s: Annotated[float, Flag("Seconds for which a node is away that changes its role.", "--flip-s", min=0)] = 0.5
+    evacuation: Annotated[Evacuation, Flag("What becomes of the streams on a node that is to change its role.")] = (
+        Evacuation.END
+    )
     limits: DispatchLimits | None = None
     """The router's limits; None: no request is refused."""
     tenants: Sequence[TenantLoad] = ()

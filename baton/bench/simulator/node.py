@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 
+from baton.bench.simulator.attempt import Attempt
 from baton.bench.simulator.config import NodeSizes
 from baton.bench.simulator.drafts import SimulatedDrafts, num_tokens_of
 from baton.bench.simulator.events import Event, RunningStep, SharedHost, StepEnds, Timeline, TimelineEntry
@@ -57,26 +57,6 @@ _LONGEST_RUN = 64
 """Largest number of steps in a run: most runs are interrupted earlier."""
 TokenTimes = dict[tuple[AttemptKey, int], Sequence[float]]
 """When the last tokens of a delta were drawn, by attempt and first token index. The reader removes them."""
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """A node's state of one attempt."""
-
-    key: AttemptKey
-    request: Request
-    leg: Leg
-    submitted_at: float
-    num_reported: int
-    """Output tokens that the router knows."""
-    scheduled_at: float | None = None
-    first_unreported_step: int | None = None
-    """While it draws a token in each step: the number of the node's step that drew the first unreported one."""
-    times: list[float] = field(default_factory=list)
-    """When earlier unreported tokens were drawn."""
-    first_token_at: float | None = None
-    num_cached_tokens: int = 0
-    num_external_tokens: int = 0
 
 
 class SimulatedNode:
@@ -128,7 +108,7 @@ class SimulatedNode:
         self.scheduler.kv_cache_manager.kv_events = KVEventLog(
             max(_KEPT_KEYS, description.num_blocks), with_tokens=False
         )
-        self._attempts: dict[str, _Attempt] = {}
+        self._attempts: dict[str, Attempt] = {}
         self._ends = StepEnds()
         self._due: Event | RunningStep | None = None
         """The end of the current step or run."""
@@ -169,7 +149,7 @@ class SimulatedNode:
         request.num_submitted_tokens += len(prompt) - len(_ONE_TOKEN)
         request.block_hashes = prompt.block_keys
         num_given = len(submit.output_token_ids)
-        self._attempts[request_id] = _Attempt(submit.attempt, request, submit.leg, self._clock.now, num_given)
+        self._attempts[request_id] = Attempt(submit.attempt, request, submit.leg, self._clock.now, num_given)
         self.scheduler.add_request(request)
         self._start_next_step()
 
@@ -183,6 +163,33 @@ class SimulatedNode:
             self._interrupt()
             self.scheduler.end_requests([request_id], Outcome.ABORTED)
         self._handoffs.drop(request_id, self)
+        self._start_next_step()
+
+    def streams(self) -> list[tuple[AttemptKey, int]]:
+        """The attempts that decode, with the tokens of prompt and output that they have so far."""
+        self._interrupt()
+        self.scheduler.bring_up_decodes()
+        live = [one for one in self._attempts.values() if one.leg is not Leg.PREFILL and one.first_token_at is not None]
+        return [(one.key, one.request.num_computed_tokens) for one in live]
+
+    def give_back(self, keys: Collection[AttemptKey] | None = None) -> None:
+        """Ends attempts, or all of them, as a node does that changes its role: the router places them elsewhere."""
+        self._interrupt()
+        self.scheduler.bring_up_decodes()
+        given_back = [one for one in self._attempts.values() if keys is None or one.key in keys]
+        deltas: list[RequestDelta] = []
+        for attempt in given_back:
+            # What it has drawn goes to the client first: of an attempt that was aborted nothing is taken any more.
+            if attempt.leg is not Leg.PREFILL and (drawn := self._delta(attempt, None, "")).token_ids:
+                deltas.append(drawn)
+            deltas.append(self._delta(attempt, Outcome.ABORTED, "the node changes its role"))
+            request_id = str(attempt.key)
+            del self._attempts[request_id]
+            self._forget_drafts(request_id)
+            self.scheduler.end_requests([request_id], Outcome.ABORTED)
+            self._handoffs.drop(request_id, self)
+        if deltas:
+            self._report(self, StepReport(deltas, self.load()), self._token_times)
         self._start_next_step()
 
     def on_transfer(self, output: KVTransferOutput) -> None:
@@ -416,7 +423,7 @@ class SimulatedNode:
         update = self._kv_cache_update() if self.watches_kv_cache else None
         self._report(self, StepReport(deltas, self.load(), update, step=figures), self._token_times)
 
-    def _deltas_of(self, attempt: _Attempt, output: EngineCoreOutput) -> Sequence[RequestDelta]:
+    def _deltas_of(self, attempt: Attempt, output: EngineCoreOutput) -> Sequence[RequestDelta]:
         now = self._clock.now
         if attempt.first_token_at is None and output.new_token_ids:
             attempt.first_token_at = now
@@ -433,7 +440,7 @@ class SimulatedNode:
         self._forget_drafts(request_id)
         return (*before, delta) if before and before[0].token_ids else (delta,)
 
-    def _delta(self, attempt: _Attempt, outcome: Outcome | None, error: str, spared: int = 0) -> RequestDelta:
+    def _delta(self, attempt: Attempt, outcome: Outcome | None, error: str, spared: int = 0) -> RequestDelta:
         """A delta of the unreported tokens, without the last `spared` ones."""
         self._collect_times(attempt, goes_on=outcome is None)
         first, tokens, times = attempt.num_reported, attempt.request.output_token_ids, attempt.times
@@ -446,7 +453,7 @@ class SimulatedNode:
             self._token_times[attempt.key, first], attempt.times = times[:cut], times[cut:]
         return RequestDelta(attempt.key, first, tokens[first:end], (), outcome, None, error)
 
-    def _timings(self, attempt: _Attempt) -> StageTimings:
+    def _timings(self, attempt: Attempt) -> StageTimings:
         started = attempt.submitted_at if attempt.scheduled_at is None else attempt.scheduled_at
         first = started if attempt.first_token_at is None else attempt.first_token_at
         transfer_s, num_bytes = 0.0, 0.0
@@ -479,7 +486,7 @@ class SimulatedNode:
             self._ended_at = ends[-1]
         self._ends.add(ends, (attempt.first_unreported_step for attempt in self._attempts.values()))
 
-    def _collect_times(self, attempt: _Attempt, *, goes_on: bool = False) -> None:
+    def _collect_times(self, attempt: Attempt, *, goes_on: bool = False) -> None:
         """Adds the times of tokens that were drawn in consecutive steps. `goes_on`: the next step draws one, too."""
         if attempt.first_unreported_step is not None:
             attempt.times += self._ends.since(attempt.first_unreported_step)

@@ -13,7 +13,7 @@ from baton.bench.results.result_file import Result, new_result
 from baton.bench.results.summary import Slo, measurement, summarize
 from baton.bench.results.tenants import TenantRun, tenants_result
 from baton.bench.simulator.cells import simulate_cells
-from baton.bench.simulator.config import NodeSizes, SimulationConfig
+from baton.bench.simulator.config import NodeSizes, PlannerMode, SimulationConfig
 from baton.bench.simulator.events import TimelineEntry
 from baton.bench.simulator.shapes import RankFigures
 from baton.bench.simulator.simulation import Simulated
@@ -119,9 +119,11 @@ def _rate(
     done = simulate_cells(workload, config, progress)
     took_s = _cpu_s() - started
     summary = summarize(done.outcomes, done.duration_s, plan.slo, plan.percentiles)
-    more = {"ttft_parts": done.parts.means_ms(), "simulator": _simulator(done, took_s, config.cells)}
+    more: dict[str, Any] = {"ttft_parts": done.parts.means_ms(), "simulator": _simulator(done, took_s, config.cells)}
     if tenants is not None:
         more["tenants"] = _tenants(tenants, config, done)
+    if config.planner is not PlannerMode.OFF:
+        more["moves"] = done.moves
     if plan.keeps_outcomes:
         more["outcomes"] = done.outcomes.columns()
     if done.timeline is not None:
@@ -198,8 +200,12 @@ def _compared(arrangements: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def preset_plan(name: str, trace: str | None, seed: int) -> SimulationPlan:
     """Makes the plan of a `Preset`; raises KeyError for other names."""
-    plans = {"distserve": distserve, "fleet": fleet}
-    return mooncake(trace, seed) if name == "mooncake" else plans[name](seed)
+    match name:
+        case "mooncake":
+            return mooncake(trace, seed)
+        case "day":
+            return day(trace, seed)
+    return {"distserve": distserve, "fleet": fleet}[name](seed)
 
 
 def distserve(seed: int = 0) -> SimulationPlan:
@@ -251,6 +257,14 @@ def mooncake(trace: str | None, seed: int = 0) -> SimulationPlan:
 MOONCAKE_SPEED = 1.4
 """Speed at which the trace is replayed. Prefill nodes are then about as busy as in the paper, judged by the queueing
 time with random placement: the paper does not give their utilisation."""
+
+
+def day(folder: str | None, seed: int = 0) -> SimulationPlan:
+    """A day with lengths of Azure's traces of 2023 on six nodes: each fixed division of them fails in a part of it."""
+    arrangement, slo = Arrangement(3, 3), Slo(2000, 80)
+    config = SimulationConfig(arrangement, target_ttft_ms=2000, target_tpot_ms=80, seed=seed)
+    workload = WorkloadSpec(dataset="azure_day", dataset_path=folder or "", seed=seed)
+    return SimulationPlan(workload, config, [arrangement], slo=slo)
 
 
 def fleet(seed: int = 0) -> SimulationPlan:

@@ -7,19 +7,30 @@ it would gain.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from random import Random
 
 from baton.messages.node import NodeDescription, Role
 from router.admission.request import ValidRequest
+from router.placement.cache_view import PromptKeys, prompt_keys_of
 from router.placement.cost_model import NodeCosts, PlacementQuery, Way, cheapest
 from router.placement.decisions import Choice, DecisionLog
-from router.placement.placement import Candidate, Demand, Origin, Placement, choose, demand_of, fitting_nodes
+from router.placement.placement import (
+    Candidate,
+    Demand,
+    Origin,
+    Placement,
+    choose,
+    demand_of,
+    fitting_nodes,
+    takes_no_stream,
+)
 from router.placement.placement import with_room as only_with_room
 from router.placement.placer import PlacementSettings, Placer, Policy
 from router.placement.reasons import Reason
 
+_MOVED = Reason("moved", "its node changes its role")
 _AT_RANDOM = Reason("at_random", "at random")
 _FETCHED = Reason("with_blocks_from_elsewhere", "with blocks from elsewhere")
 _BALANCING = 1.5
@@ -38,7 +49,7 @@ class Fetch:
     num_tokens: int
 
 
-def make_placer(policy: str, settings: PlacementSettings, rng: Random, bytes_per_s: float) -> Placer:
+def make_placer(policy: str, settings: PlacementSettings, rng: Random, bytes_per_s: float) -> SimulatedPlacer:
     """Makes the placer of a `Policy`; raises KeyError for other names."""
     from baton.bench.simulator.prompt import SimulatedKeys
 
@@ -55,10 +66,56 @@ def make_placer(policy: str, settings: PlacementSettings, rng: Random, bytes_per
         case "global-cache":
             return FetchingPlacer(settings, bytes_per_s, log)
         case _:
-            return Placer(settings, log, prompt_keys=SimulatedKeys.of)
+            return SimulatedPlacer(settings, log, prompt_keys=SimulatedKeys.of)
 
 
-class RandomPlacer(Placer):
+class SimulatedPlacer(Placer):
+    """A placer whose requests may bring blocks from another node, as a stream does that moves."""
+
+    def __init__(
+        self,
+        settings: PlacementSettings,
+        log: DecisionLog,
+        prompt_keys: Callable[[ValidRequest], PromptKeys] = prompt_keys_of,
+    ) -> None:
+        super().__init__(settings, log, prompt_keys)
+        self._fetches: dict[str, Fetch] = {}
+        self._moving: dict[str, tuple[str, int]] = {}
+        """The node that a stream leaves, and its tokens there, by request id."""
+
+    def pop_fetch(self, request_id: str) -> Fetch | None:
+        """Removes and returns the fetch that belongs to the last choice for a request, if any."""
+        return self._fetches.pop(request_id, None)
+
+    def move(self, request_id: str, source: str, num_tokens: int) -> None:
+        """The next attempt of a request goes on with its blocks from this node, if a decode node has room for it."""
+        self._moving[request_id] = source, num_tokens
+
+    def choose(
+        self,
+        candidates: Sequence[Candidate],
+        request: ValidRequest,
+        exclude: Set[str],
+        attempt: int,
+        waited_s: float,
+        now: float,
+        *,
+        with_room: bool = False,
+        origin: Origin | None = None,
+    ) -> Choice:
+        moving = self._moving.pop(request.request_id, None)
+        able = [] if moving is None else fitting_nodes(candidates, demand_of(request, origin), exclude)
+        decodes = [one for one in able if one.node.role is Role.DECODE and not takes_no_stream(one)]
+        if moving is None or not decodes:
+            return super().choose(
+                candidates, request, exclude, attempt, waited_s, now, with_room=with_room, origin=origin
+            )
+        sink = min(decodes, key=lambda one: (one.context_tokens, one.load, one.node.incarnation)).node
+        self._fetches[request.request_id] = Fetch(moving[0], sink.incarnation, moving[1])
+        return Choice(Placement(None, sink, _MOVED), request, attempt, origin=origin)
+
+
+class RandomPlacer(SimulatedPlacer):
     """A random prefill node and the least loaded decode node; if one node does both, a random node."""
 
     def __init__(self, settings: PlacementSettings, rng: Random, log: DecisionLog) -> None:
@@ -88,7 +145,7 @@ class RandomPlacer(Placer):
         return Choice(placement, request, attempt)
 
 
-class LoadBalancingPlacer(Placer):
+class LoadBalancingPlacer(SimulatedPlacer):
     """The router's cost model without knowledge of caches: it chooses the node with the least queued work."""
 
     def on_attached(self, description: NodeDescription) -> bool:
@@ -101,7 +158,7 @@ class LoadBalancingPlacer(Placer):
         return ()
 
 
-class FetchingPlacer(Placer):
+class FetchingPlacer(SimulatedPlacer):
     """The router's cost model, in which nodes may fetch blocks that other nodes have cached."""
 
     def __init__(self, settings: PlacementSettings, bytes_per_s: float, log: DecisionLog) -> None:
@@ -109,11 +166,6 @@ class FetchingPlacer(Placer):
 
         super().__init__(settings, log, prompt_keys=SimulatedKeys.of)
         self._ms_per_byte = 1e3 / bytes_per_s
-        self._fetches: dict[str, Fetch] = {}
-
-    def pop_fetch(self, request_id: str) -> Fetch | None:
-        """Removes and returns the fetch that belongs to the last choice for a request, if any."""
-        return self._fetches.pop(request_id, None)
 
     def _cheapest(
         self,

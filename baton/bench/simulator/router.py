@@ -16,7 +16,7 @@ from baton.bench.simulator.config import SimulationConfig
 from baton.bench.simulator.events import Timeline
 from baton.bench.simulator.handoff import Network
 from baton.bench.simulator.node import SimulatedNode, TokenTimes
-from baton.bench.simulator.policies import Fetch, FetchingPlacer
+from baton.bench.simulator.policies import Fetch, SimulatedPlacer
 from baton.bench.simulator.prompt import SimulatedPrompt
 from baton.bench.workloads.workload import WorkloadRequest
 from baton.errors import BatonError
@@ -43,8 +43,7 @@ from router.flight.answer import Answer
 from router.flight.event_queue import EventQueue, FairQueue
 from router.flight.flight_table import AttemptCause
 from router.live_requests import LiveRequests
-from router.placement.placement import Candidates
-from router.placement.placer import Placer
+from router.placement.placement import Candidate, Candidates, takes_no_stream
 from router.placement.room import RoomRules
 from router.placement.view import ClusterView
 
@@ -153,7 +152,7 @@ class SimulatedRouter:
         self,
         timeline: Timeline,
         network: Network,
-        placer: Placer,
+        placer: SimulatedPlacer,
         rng: Random,
         config: SimulationConfig,
         ended: Callable[[Outcome], None],
@@ -166,6 +165,7 @@ class SimulatedRouter:
         self._block_size = config.sizes.block_size
         self._message_s = config.message_s
         self._ended = ended
+        self._placer = placer
         rules, choices = RoomRules(config.kv_room, config.steps_ahead), config.choices
         self.view = ClusterView(rules=rules) if choices is None else SampledView(choices, rng, rules)
         self._nodes: dict[str, SimulatedNode] = {}
@@ -225,9 +225,7 @@ class SimulatedRouter:
 
     def _send(self, incarnation: str, submit: Submit) -> None:
         """Delivers a leg to its node one message latency later, or after the blocks that it fetches have arrived."""
-        placer, fetch = self.requests.placer, None
-        if isinstance(placer, FetchingPlacer) and submit.kv_source is None:
-            fetch = placer.pop_fetch(submit.attempt.request_id)
+        fetch = self._placer.pop_fetch(submit.attempt.request_id) if submit.kv_source is None else None
         if fetch is None or fetch.sink != incarnation:
             self._timeline.call_at(self._timeline.now + self._message_s, lambda: self._submit(incarnation, submit))
         else:
@@ -255,6 +253,14 @@ class SimulatedRouter:
         run, node = self.requests.find(submit.attempt.request_id), self._nodes.get(incarnation)
         if node is not None and run is not None and not run.flight.is_over and run.flight.key == submit.attempt:
             node.submit(submit)
+
+    def evacuate(self, node: SimulatedNode) -> None:
+        """The streams that a node decodes go on at other decode nodes that have room, after their blocks have moved."""
+        for attempt, num_tokens in node.streams():
+            if not any(_has_place(candidate) for candidate in self.view.candidates()):
+                return
+            self._placer.move(attempt.request_id, node.incarnation, num_tokens)
+            node.give_back([attempt])
 
     # Requests.
 
@@ -345,3 +351,7 @@ class SimulatedRouter:
         parts.prefill_s += timings.prefill_ms / 1e3
         parts.messages_s += 2 * self._message_s
         parts.transfer_s += timings.transfer_ms / 1e3
+
+
+def _has_place(candidate: Candidate) -> bool:
+    return candidate.node.role is Role.DECODE and not takes_no_stream(candidate)

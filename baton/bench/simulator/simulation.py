@@ -6,15 +6,17 @@ import gc
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 from baton.bench.results.outcome import Outcome, Outcomes
-from baton.bench.simulator.config import Failure, NodeSizes, SimulationConfig
+from baton.bench.simulator.config import Failure, NodeSizes, PlannerMode, SimulationConfig
 from baton.bench.simulator.drafts import DraftTotals, SimulatedDrafts
 from baton.bench.simulator.events import SharedHost, Timeline, TimelineEntry
 from baton.bench.simulator.handoff import HandOffs, Network
 from baton.bench.simulator.node import SimulatedNode
+from baton.bench.simulator.planner import SimulatedPlanner
 from baton.bench.simulator.policies import make_placer
 from baton.bench.simulator.router import MODEL, FirstTokenParts, SimulatedRouter
 from baton.bench.workloads.workload import WorkloadRequest
@@ -40,6 +42,8 @@ class Simulated:
     timeline: dict[str, list[TimelineEntry]] | None
     drafts: DraftTotals | None = None
     """None: no node drafts tokens."""
+    moves: list[dict[str, Any]] = field(default_factory=list)
+    """The decisions of the planner, the first one first."""
 
 
 def simulate(
@@ -100,6 +104,9 @@ class Simulation:
             for number in range(config.cell * count, (config.cell + 1) * count):
                 self._start_node(f"{role.value}-{number}", role, 1)
         self._plan_failures()
+        self.planner = None
+        if config.planner is not PlannerMode.OFF:
+            self.planner = SimulatedPlanner(self, self.timeline, self.router, config)
 
     def run(self, workload: Iterable[WorkloadRequest]) -> None:
         """Simulates the workload to its end."""
@@ -129,9 +136,19 @@ class Simulation:
             num_preemptions=sum(node.scheduler.make_stats().num_preemptions for node in nodes),
             timeline=entries if self._config.keeps_timeline else None,
             drafts=drafts,
+            moves=[] if self.planner is None else self.planner.moves,
         )
 
     # Nodes.
+
+    def change_role(self, node: SimulatedNode, role: Role) -> None:
+        """The node gives back what it still has, and comes back with another role after `flip_s`."""
+        node.give_back()
+        node.is_gone = True
+        self._dead_nodes.append(node)
+        self.router.lose(node)
+        self._handoffs.node_gone(node)
+        self.timeline.call_at(self.timeline.now + self._config.flip_s, lambda: self._restart(node, role))
 
     def _start_node(self, node_id: str, role: Role, run: int) -> None:
         config = self._config
@@ -167,7 +184,7 @@ class Simulation:
 
     def _fail(self, failure: Failure) -> None:
         node = self.nodes.get(failure.node_id)
-        if node is None or node.is_gone or self._is_done:
+        if node is None or node.is_gone or self.is_done:
             return
         self._num_failures += 1
         node.fail()
@@ -183,15 +200,16 @@ class Simulation:
             back_at = now + max(failure.down_s, self._config.detect_s)
             self.timeline.call_at(back_at, lambda: self._restart(node))
 
-    def _restart(self, node: SimulatedNode) -> None:
+    def _restart(self, node: SimulatedNode, role: Role | None = None) -> None:
         description = node.description
         run = int(description.incarnation.rpartition(".")[2]) + 1
-        self._start_node(description.node_id, description.role, run)
+        self._start_node(description.node_id, role or description.role, run)
 
     # Requests.
 
     @property
-    def _is_done(self) -> bool:
+    def is_done(self) -> bool:
+        """Whether all requests have ended."""
         return self._is_exhausted and not (self.router.num_open or self._held or self._turns)
 
     def _schedule_arrival(self) -> None:

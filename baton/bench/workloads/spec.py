@@ -10,12 +10,13 @@ from baton.bench.flag import Flag
 from baton.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from baton.bench.workloads.day import Day
     from baton.bench.workloads.trace import Trace
     from baton.bench.workloads.workload import Arrivals, Lengths, Workload
 
-Dataset = Literal["random", "sharegpt-like", "prefix_repetition", "multi_turn", "mooncake", "azure"]
+Dataset = Literal["random", "sharegpt-like", "prefix_repetition", "multi_turn", "mooncake", "azure", "azure_day"]
 DATASETS = get_args(Dataset)
-_TRACES = ("mooncake", "azure")
+_TRACES = ("mooncake", "azure", "azure_day")
 PLAIN_BURSTINESS = Flag("1: Poisson arrivals; below 1: burstier; above 1: more even.", min=0.01)
 """For commands whose loads are random."""
 
@@ -25,7 +26,9 @@ class WorkloadSpec:
     """The workload flags of `baton bench` commands; names are those of vLLM's flags where vLLM has them."""
 
     dataset: Annotated[str, Flag("Kind of workload.", "--dataset-name", kind=Dataset)] = "random"
-    dataset_path: Annotated[str, Flag("File of a trace.", kind=Path, convert=str)] = ""
+    dataset_path: Annotated[
+        str, Flag("File of a trace; of a day, the folder of its files.", kind=Path, convert=str)
+    ] = ""
     num_prompts: Annotated[int | None, Flag("Number of requests. Default: 1000, or the whole trace.", min=1)] = None
     request_rate: Annotated[float, Flag("Requests per second; inf: all at once.")] = float("inf")
     burstiness: Annotated[
@@ -137,7 +140,8 @@ class WorkloadSpec:
             return SteadyArrivals(self.request_rate)
         return GammaArrivals(self.request_rate, self.burstiness)
 
-    def _trace(self) -> Trace:
+    def _trace(self) -> Trace | Day:
+        from baton.bench.workloads.day import Day
         from baton.bench.workloads.trace import AZURE, MOONCAKE, Trace, TraceScale
 
         if not self.dataset_path:
@@ -147,6 +151,10 @@ class WorkloadSpec:
         scale = TraceScale(
             self.time_scale, self.length_scale, self.output_scale, self.max_input_len, self.max_output_len
         )
+        if self.dataset == "azure_day":
+            if self.num_prompts is not None:
+                raise InvalidRequest("--num-prompts", "a day has its own number of requests; --time-scale changes it")
+            return Day(Path(self.dataset_path), scale, self.seed, skip_broken=self.skip_broken_lines)
         return Trace(
             Path(self.dataset_path),
             {"mooncake": MOONCAKE, "azure": AZURE}[self.dataset],

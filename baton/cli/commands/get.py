@@ -1,4 +1,4 @@
-"""`baton get nodes`, `get requests`, `get tenants` and `get leases`.
+"""`baton get nodes`, `get requests`, `get tenants`, `get leases`; `get_plan` has `get plan`.
 
 `get nodes` is what scripts call every second: what only the others need is imported by them.
 """
@@ -14,6 +14,7 @@ import typer
 
 from baton.cli.ask import ask_all_routers, ask_nodes, can_be_asked, requests_of_all_routers
 from baton.cli.commands import add_group
+from baton.cli.commands.get_plan import plan
 from baton.cli.output import (
     ListFormat,
     ListOutputOption,
@@ -173,8 +174,8 @@ def register(app: typer.Typer, name: str, text: str) -> None:
         app,
         name,
         text,
-        "List nodes, requests, tenants or leases of the cluster.",
-        {"nodes": nodes, "requests": requests, "tenants": tenants, "leases": leases},
+        "List nodes, requests, tenants or leases of the cluster, or what its planner wants.",
+        {"nodes": nodes, "requests": requests, "tenants": tenants, "leases": leases, "plan": plan},
     )
 
 

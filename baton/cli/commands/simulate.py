@@ -67,6 +67,9 @@ def simulate(
         Given,
         FlagsOf(SimulationConfig, "choices cells kv_room steps_ahead target_ttft_ms target_tpot_ms", are_optional=True),
     ] = NOT_GIVEN,
+    moves: Annotated[
+        Given, FlagsOf(SimulationConfig, "planner planner_law flip_s evacuation", are_optional=True)
+    ] = NOT_GIVEN,
     arrivals: Annotated[
         Given,
         FlagsOf(
@@ -181,7 +184,7 @@ def simulate(
             sizes["speculation"] = speculation
         if fail:
             failures["failures"] = list(map(_failure, fail))
-        config = replace(plan.config, **routers, **closed_loop, **network, **failures)
+        config = replace(plan.config, **routers, **moves, **closed_loop, **network, **failures)
         paced = "request_rate" in arrivals
         replaced = {"--request-rate": paced, "--num-prompts": "num_prompts" in arrivals, "--find-goodput": find_goodput}
         config = with_tenants(config, tenant, duration, fairness, max_queue, replaced)
@@ -324,6 +327,14 @@ def _shapes(result: dict[str, Any]) -> Iterator[str]:
             yield f"{arrangement['name']}: {arrangement['gpus']} ranks ({shapes})"
 
 
+def _moves(result: dict[str, Any]) -> Iterator[list[str]]:
+    """A row for each move that a planner has decided."""
+    for arrangement in result["arrangements"]:
+        for rate in arrangement["rates"]:
+            for move in rate.get("moves", ()):
+                yield [arrangement["name"], f"{move['at_s']:.1f}", move["node"], move["to"], move["reason"]]
+
+
 def _print(result: dict[str, Any]) -> None:
     rows, drafted = [], []
     for arrangement in result["arrangements"]:
@@ -356,6 +367,10 @@ def _print(result: dict[str, Any]) -> None:
         for rate in arrangement["rates"]:
             if "tenants" in rate:
                 print_tenants(rate["tenants"], arrangement["name"])
+    moves = list(_moves(result))
+    if moves:
+        print_text()
+        print_table(["ARRANGEMENT", "AT S", "NODE", "TO", "WHY"], moves)
     if drafted:
         print_text()
         print_table(["ARRANGEMENT", "RATE", "TOK/STEP", "DRAFTS", "TOKENS", "RIGHT"], drafted)

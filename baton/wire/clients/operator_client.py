@@ -12,6 +12,7 @@ from baton.messages.operator import (
     ClusterEvent,
     ClusterStatus,
     DrainProgress,
+    PlanReport,
     RequestExplanation,
     RequestRow,
     RoleSet,
@@ -28,6 +29,7 @@ from baton.wire.codec.operator import (
     CLUSTER_STATUS,
     DRAIN_PROGRESS,
     LOADED_ADAPTER,
+    PLAN_REPORT,
     REQUEST_EXPLANATION,
     REQUEST_ROW,
     TENANT_ROWS,
@@ -70,6 +72,10 @@ class OperatorClient:
     def tenants(self, limit: int = 0, timeout_s: float = 5.0) -> TenantRows:
         """What this router has done for each tenant, at most `limit` of them; 0: all."""
         return TENANT_ROWS.from_pb(self._call(self._stub.ListTenants, pb.ListTenantsRequest(limit=limit), timeout_s))
+
+    def plan(self, timeout_s: float = 5.0) -> PlanReport:
+        """What this router's planner has decided last."""
+        return PLAN_REPORT.from_pb(self._call(self._stub.GetPlan, pb.GetPlanRequest(), timeout_s))
 
     def cordon(self, names: Sequence[str], timeout_s: float = 5.0) -> str:
         """Give these nodes no new requests; running ones continue. Returns a warning if the cluster now serves less.

@@ -7,6 +7,7 @@ from baton.messages.operator import (
     ClusterEvent,
     ClusterStatus,
     DrainProgress,
+    PlanReport,
     RequestExplanation,
     RequestRow,
     TenantRows,
@@ -18,6 +19,7 @@ from baton.wire.codec.derived import Codec
 CLUSTER_STATUS = Codec(ClusterStatus, operator.GetStatusResponse)
 REQUEST_EXPLANATION = Codec(RequestExplanation, operator.ExplainResponse)
 TENANT_ROWS = Codec(TenantRows, operator.ListTenantsResponse)
+PLAN_REPORT = Codec(PlanReport, operator.GetPlanResponse)
 REQUEST_ROW = Codec(RequestRow, operator.RequestRow)
 DRAIN_PROGRESS = Codec(DrainProgress, operator.DrainNodeResponse)
 CLUSTER_EVENT = Codec(ClusterEvent, operator.ClusterEvent)

@@ -12,6 +12,7 @@ from baton.messages.operator import (
     ClusterEvent,
     ClusterStatus,
     DrainProgress,
+    PlanReport,
     RequestExplanation,
     RequestRow,
     RoleSet,
@@ -26,6 +27,7 @@ from baton.wire.codec.operator import (
     CLUSTER_STATUS,
     DRAIN_PROGRESS,
     LOADED_ADAPTER,
+    PLAN_REPORT,
     REQUEST_EXPLANATION,
     REQUEST_ROW,
     TENANT_ROWS,
@@ -59,6 +61,10 @@ class OperatorHandler(Protocol):
 
     def tenants(self, limit: int) -> TenantRows:
         """What the router has done for each tenant; at most `limit` of them, 0: all."""
+        ...
+
+    def plan(self) -> PlanReport:
+        """What the router's planner has decided last."""
         ...
 
 
@@ -130,6 +136,9 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
 
     async def ListTenants(self, request: pb.ListTenantsRequest, context: _Context) -> pb.ListTenantsResponse:
         return TENANT_ROWS.to_pb(self._handler.tenants(request.limit))
+
+    async def GetPlan(self, request: pb.GetPlanRequest, context: _Context) -> pb.GetPlanResponse:
+        return PLAN_REPORT.to_pb(self._handler.plan())
 
     async def CordonNodes(self, request: pb.CordonNodesRequest, context: _Context) -> pb.CordonNodesResponse:
         return pb.CordonNodesResponse(warning=await self._steering.cordon(list(request.nodes)))

@@ -28,12 +28,14 @@ from kv_transfer.receiver.transfer_values import TRANSFER_TABLE, TransferEvent, 
 from kv_transfer.sender.lease_values import LEASE_TABLE, LeaseEvent, LeaseState
 from router.flight.flight_table import FLIGHT_TABLE, FlightState, FlightStep
 from router.placement.breaker import BREAKER_TABLE, BreakerState, BreakerStep
+from router.planner.moves import MOVE_TABLE, MoveEvent, MoveState
 
 Table = Mapping[Any, Any]
 MACHINES: dict[str, tuple[Table, type[enum.Enum], list[enum.Enum]]] = {
     "request": (REQUEST_TABLE, RequestStatus, [*RequestEvent, *Outcome]),
     "flight": (FLIGHT_TABLE, FlightState, [*FlightStep]),
     "breaker": (BREAKER_TABLE, BreakerState, [*BreakerStep]),
+    "move": (MOVE_TABLE, MoveState, [*MoveEvent]),
     "attempt": (ATTEMPT_TABLE, AttemptState, [*AttemptEvent]),
     "lease": (LEASE_TABLE, LeaseState, [*LeaseEvent]),
     "probe": (PROBE_TABLE, ProbeState, [*ProbeEvent]),

@@ -58,7 +58,7 @@ EXITS = """
  2 | describe node | NAME
  2 | generat | Did you mean 'generate'
  2 | serve | baton: No such command 'serve'. Did you mean `baton up`? See `baton -h`
- 2 | get serve | No such command 'serve': `baton get` has nodes, requests, tenants and leases: see `baton get -h`
+ 2 | get serve | No such command 'serve': `baton get` has nodes, requests, tenants, leases and plan: see `baton get -h`
  2 | generate x --temp 1 | No such option: --temp. Did you mean '--temperature'?
  2 | generate the capital | (capital): put the prompt between quotes: see `baton generate -h`
  2 | generate --grpc-port 1 | No such option: --grpc-port. It belongs to `baton up`: see

@@ -1,0 +1,289 @@
+"""Planning at one router: it shows its planner the cluster, and carries out what that decides, while it is the leader.
+
+One router of a cluster leads, by a lock in the registry (`Membership.lead`); the others keep metering. Each write names
+the leader's term. The rules:
+
+1. Without a term nothing is decided: not while another router leads, and not while the registry is away.
+2. Effects are carried out in order. One that the registry could not store is tried again before anything is decided.
+3. A new leader knows nothing of the moves before. It ends their cordons; roles that were given stay.
+4. What was planned for a name without a node is forgotten after FORGET_S.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from itertools import product
+
+from baton.errors import NotLeader, Unreachable
+from baton.messages.node import Role
+from baton.messages.operator import PlannedMove, PlanReport
+from baton.observe.metrics import Figure
+from baton.registry.base import LEAD_S, Membership, Term
+from baton.registry.desired import (
+    DesiredChange,
+    DesiredState,
+    end_planned_cordons,
+    forget_planned,
+    plan_cordon,
+    plan_role,
+)
+from router.live_requests import LiveRequests
+from router.operations.cluster_events import EventRing
+from router.operations.live_history import RouterTotals
+from router.operations.steering import Steering
+from router.placement.view import ClusterView
+from router.planner.law import LawSettings, PressureLaw
+from router.planner.moves import ENDS, Cordon, Evacuate, Flip, MoveBook, MoveEffect, MoveEnded, MoveState, Uncordon
+from router.planner.observation import meter_requests, observe
+from router.planner.planner import Plan, Planner
+from router.timers import Timers, sleep_until
+
+_log = logging.getLogger(__name__)
+
+TICK_S = 1.0
+FORGET_S = 3600.0
+_CONFIRM_S = LEAD_S / 3
+_MOST_SHOWN = 1e6
+"""The pressure that is shown where a role has no node."""
+
+
+class PlannerMode(Enum):
+    """What a router's planner does."""
+
+    OFF = "off"
+    ADVISE = "advise"
+    """It tells operators what it would do."""
+    ON = "on"
+
+
+def planner_of(mode: PlannerMode, goal: float) -> Planner:
+    """A planner by the router's own law. `goal`: the share of requests that are to keep their targets."""
+    return Planner(acts=mode is PlannerMode.ON, law=PressureLaw(LawSettings(goal=goal)))
+
+
+class Planning:
+    """The planner of one router. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        mode: PlannerMode,
+        incarnation: str,
+        view: ClusterView,
+        requests: LiveRequests,
+        membership: Membership,
+        steering: Steering,
+        timers: Timers,
+        events: EventRing,
+        planner: Planner,
+        evacuate: Callable[[str, str], None] = lambda name, incarnation: None,
+    ) -> None:
+        """`incarnation`: this router's. `evacuate`: lets the streams of a node, by its name and incarnation, go on
+        elsewhere; by default they end where they are.
+        """
+        self.planner = planner
+        self.term: Term | None = None
+        """The term in which this router leads; None: it does not."""
+        self.plan: Plan | None = None
+        """What was decided last."""
+        self._mode = mode
+        self._incarnation = incarnation
+        self._view = view
+        self._requests = requests
+        self._membership = membership
+        self._steering = steering
+        self._timers = timers
+        self._events = events
+        self._evacuate = evacuate
+        self._due: deque[MoveEffect | DesiredChange] = deque()
+        """What is still to be carried out."""
+        self._confirm_at = 0.0
+        self._last_error = ""
+        self._accepted: dict[str, int] = {}
+        """The requests that each other router has accepted so far."""
+        self._seen_at: dict[str, float] = {}
+        """When each node for which something is planned was attached last."""
+        if mode is not PlannerMode.OFF:
+            meter_requests(self.planner.meter, requests, timers)
+
+    def take_totals(self, totals: Iterable[RouterTotals]) -> None:
+        """Take what all routers have counted, this one first: requests at others are demand, too."""
+        accepted = {router.incarnation: router.requests for router in totals if router.incarnation != self._incarnation}
+        # A router that was not known before has accepted nothing since then.
+        more = sum(max(0, count - self._accepted.get(name, count)) for name, count in accepted.items())
+        self._accepted = accepted
+        if more:
+            self.planner.meter.arrived_elsewhere(more, self._timers.monotonic())
+
+    async def run(self) -> None:
+        """Plan until cancelled, which ends this router's term."""
+        if self._mode is PlannerMode.OFF:
+            return
+        try:
+            while True:
+                await self.tick()
+                await sleep_until(self._timers, self._timers.monotonic() + TICK_S)
+        finally:
+            await self._resign()
+
+    async def tick(self) -> None:
+        """Decide, and carry out what was decided, if this router leads."""
+        now = self._timers.monotonic()
+        try:
+            await self._lead(now)
+            if self.term is None:
+                return
+            await self._perform_due(self.term)
+            self._forget_names(now)
+            desired = self._steering.desired
+            assigned = desired.prefill | desired.decode
+            seen = observe(self._view, self._requests, desired.cordoned, assigned, self._steering.settle_s)
+            plan = self.planner.tick(seen, now)
+            if plan.verdict is not None or plan.why_not:
+                self.plan = plan
+            for move in plan.started:
+                reason = "PlanMoved" if self._mode is PlannerMode.ON else "PlanAdvised"
+                self._events.record(reason, move.name, incarnation=move.incarnation, detail=move.told)
+            self._due.extend(plan.effects)
+            await self._perform_due(self.term)
+            self._last_error = ""
+        except NotLeader:
+            self._step_down()
+        except Unreachable as error:
+            # Nothing is decided until the registry is back and this router leads again.
+            self.term, self._confirm_at = None, now
+            if self._last_error != str(error):
+                self._last_error = str(error)
+                self._events.record("PlannerStopped", detail=str(error), is_warning=True)
+
+    async def _lead(self, now: float) -> None:
+        """Confirm that this router leads, or become the leader."""
+        if now < self._confirm_at:
+            return
+        before, self.term = self.term, await self._membership.lead(self._incarnation)
+        self._confirm_at = now + _CONFIRM_S
+        if self.term is None:
+            if before is not None or self.planner.book.moves:
+                self._step_down()
+        elif self._mode is PlannerMode.ON and self.term != before:
+            known = {move.name for move in self.planner.book.moves}
+            left_behind = self._steering.desired.planned_cordon - known
+            if left_behind:
+                self._due.append(end_planned_cordons(left_behind))
+
+    def _step_down(self) -> None:
+        """Another router leads: its planner has moves of its own."""
+        self.term = None
+        self._due.clear()
+        self.planner.book = MoveBook()
+
+    async def _resign(self) -> None:
+        term, self.term = self.term, None
+        if term is not None:
+            try:
+                await self._membership.resign(term)
+            except Unreachable as error:
+                _log.info("the term of the planner ends by itself: %s", error)
+
+    async def _perform_due(self, term: Term) -> None:
+        while self._due:
+            await self._perform(self._due[0], term)
+            self._due.popleft()
+
+    async def _perform(self, effect: MoveEffect | DesiredChange, term: Term) -> None:
+        write = self._steering.write
+        match effect:
+            case DesiredChange():
+                await write(effect, term)
+            case Cordon(name):
+                await write(plan_cordon(name), term)
+            case Uncordon(name):
+                await write(end_planned_cordons([name]), term)
+            case Evacuate(name, incarnation):
+                self._evacuate(name, incarnation)
+            case Flip(name, _, role):
+                await write(plan_role(name, "prefill" if role.value == "prefill" else "decode"), term)
+            case MoveEnded(move):
+                self._events.record(
+                    f"Move{move.state.value.capitalize()}",
+                    move.name,
+                    incarnation=move.incarnation,
+                    detail=f"{move.told}; it took {self._timers.monotonic() - move.began_at:.1f} s",
+                    is_warning=move.state is MoveState.FAILED,
+                )
+
+    def _forget_names(self, now: float) -> None:
+        """Forget what was planned for names that have had no node for long."""
+        planned = _planned_names(self._steering.desired)
+        attached = {node.node_id for node in self._view.descriptions()}
+        self._seen_at = {name: now if name in attached else self._seen_at.get(name, now) for name in planned}
+        gone = [name for name, at in self._seen_at.items() if now >= at + FORGET_S]
+        if gone and self._mode is PlannerMode.ON:
+            self._due.append(forget_planned(gone))
+
+    def report(self) -> PlanReport:
+        """What was decided last, for operators."""
+        plan = self.plan
+        if self.term is None or plan is None:
+            return PlanReport(self._mode.value, self.term is not None, self._last_error)
+        moves = self._moves_of(self._timers.monotonic())
+        if plan.verdict is None or plan.situation is None:
+            return PlanReport(self._mode.value, leads=True, reason=plan.why_not, moves=moves)
+        verdict, situation = plan.verdict, plan.situation
+        return PlanReport(
+            mode=self._mode.value,
+            leads=True,
+            reason=verdict.reason,
+            prefill_nodes=situation.num_prefill,
+            decode_nodes=situation.num_decode,
+            wanted_prefill_nodes=verdict.num_prefill,
+            wanted_decode_nodes=verdict.num_nodes - verdict.num_prefill,
+            prefill_pressure=min(verdict.now.prefill, _MOST_SHOWN),
+            decode_pressure=min(verdict.now.decode, _MOST_SHOWN),
+            wanted_prefill_pressure=verdict.then.prefill,
+            wanted_decode_pressure=verdict.then.decode,
+            requests_per_s=situation.load.requests_per_s,
+            prompt_tokens=situation.load.prompt_tokens,
+            output_tokens=situation.load.output_tokens,
+            attained=situation.attained.share,
+            moves=moves,
+        )
+
+    def _moves_of(self, now: float) -> tuple[PlannedMove, ...]:
+        book = self.planner.book
+        return tuple(
+            PlannedMove(
+                move.name,
+                move.origin.value,
+                move.to.value,
+                move.state.value,
+                move.reason,
+                now - move.began_at,
+                (now if move.ended_at is None else move.ended_at) - move.began_at,
+            )
+            for move in reversed([*book.ended, *book.moves])
+        )
+
+    def figures(self) -> Iterator[Figure]:
+        """The metrics, for the metrics page."""
+        yield Figure("planner_leads", "Whether this router plans moves.", float(self.term is not None), {})
+        report = self.report()
+        text = (
+            "How busy the nodes of a role are with the load that is expected; 1: fully; 0 at routers that don't plan."
+        )
+        for role, pressure in (("prefill", report.prefill_pressure), ("decode", report.decode_pressure)):
+            yield Figure("planner_pressure", text, pressure, {"role": role})
+        text = "Nodes of a role that the planner wants; 0 at routers that don't plan."
+        for role, count in (("prefill", report.wanted_prefill_nodes), ("decode", report.wanted_decode_nodes)):
+            yield Figure("planner_nodes_wanted", text, count, {"role": role})
+        text = "Moves of nodes to a role that have ended, by how."
+        for to, end in product(Role, ENDS):
+            yield Figure(
+                "planner_moves_total", text, self.planner.book.num_ended[to, end], {"to": to.value, "end": end.value}
+            )
+
+
+def _planned_names(desired: DesiredState) -> frozenset[str]:
+    return desired.planned_cordon | desired.planned_prefill | desired.planned_decode

@@ -24,7 +24,7 @@ from baton.messages.node import Leg, Outcome
 class Flow:
     """A transfer of bytes between two nodes. Bytes may be added at any time; `drained` is called when none is left."""
 
-    __slots__ = ("_network", "drained", "due", "left", "rate", "sink", "source", "updated_at")
+    __slots__ = ("_network", "busy_s", "drained", "due", "left", "rate", "sink", "source", "updated_at")
 
     def __init__(self, network: Network, source: str, sink: str, drained: Callable[[], None]) -> None:
         self._network = network
@@ -36,6 +36,8 @@ class Flow:
         self.rate = 0.0
         self.updated_at = 0.0
         self.due: Event | None = None
+        self.busy_s = 0.0
+        """Seconds in which it transferred, until `updated_at`."""
 
     def add(self, num_bytes: float) -> None:
         """Adds bytes to transfer."""
@@ -98,6 +100,7 @@ class Network:
     def _advance(self, flow: Flow) -> None:
         now = self._timeline.now
         flow.left -= flow.rate * (now - flow.updated_at)
+        flow.busy_s += now - flow.updated_at
         flow.updated_at = now
 
     def _schedule_end(self, flow: Flow) -> None:
@@ -107,6 +110,7 @@ class Network:
         flow.due = self._timeline.call_at(when, lambda: self._end(flow))
 
     def _end(self, flow: Flow) -> None:
+        self._advance(flow)
         self.leave(flow)
         flow.drained()
 
@@ -129,9 +133,7 @@ class HandOffNode(Protocol):
 class _HandOff:
     """The hand-off of one request."""
 
-    __slots__ = (
-        *("began_at", "computed", "flow", "is_arriving", "is_computed", "moved", "num_tokens", "reader", "sender"),
-    )
+    __slots__ = (*("computed", "flow", "is_arriving", "is_computed", "moved", "num_tokens", "reader", "sender"),)
 
     def __init__(self) -> None:
         self.sender: HandOffNode | None = None
@@ -142,7 +144,6 @@ class _HandOff:
         self.moved = 0
         """Tokens whose bytes were sent, or which the reader had in its cache."""
         self.is_computed = False
-        self.began_at = 0.0
         self.is_arriving = False
 
 
@@ -156,7 +157,7 @@ class HandOffs:
         self._open: dict[str, _HandOff] = {}
         self._gone: set[str] = set()
         self.transfers: dict[str, tuple[float, float]] = {}
-        """Hand-offs that arrived: seconds since the reservation, and bytes. The node that reports one removes it."""
+        """Hand-offs that arrived: seconds in which bytes moved, and bytes. The node that reports one removes it."""
 
     def subscribe(self, reader: HandOffNode, request: Request, num_external_tokens: int) -> None:
         """The decode node has reserved its blocks."""
@@ -168,9 +169,8 @@ class HandOffs:
             return
         handoff = self._of(request.request_id)
         handoff.reader = reader
-        handoff.num_tokens = request.num_submitted_tokens
+        handoff.num_tokens = num_external_tokens
         handoff.moved = request.num_submitted_tokens - num_external_tokens
-        handoff.began_at = self._timeline.now
         self._move(request.request_id, handoff)
 
     def computed(self, sender: HandOffNode, request_id: str, num_tokens: int) -> None:
@@ -245,12 +245,13 @@ class HandOffs:
         if self._open.get(request_id) is not handoff:
             return
         del self._open[request_id]
+        assert handoff.flow is not None
+        seconds = handoff.flow.busy_s
         # Hand-off and flow refer to each other, and the cycle collector is off while a simulation runs.
         handoff.flow = None
         sender, reader = handoff.sender, handoff.reader
         assert sender is not None
         assert reader is not None
-        seconds = self._timeline.now - handoff.began_at
         self.transfers[request_id] = (seconds, self.num_bytes(handoff.num_tokens))
         if not sender.is_gone:
             sender.on_transfer(KVTransferOutput(released=frozenset((request_id,))))

@@ -226,6 +226,9 @@ class SimulatedRouter:
     def _send(self, incarnation: str, submit: Submit) -> None:
         """Delivers a leg to its node one message latency later, or after the blocks that it fetches have arrived."""
         fetch = self._placer.pop_fetch(submit.attempt.request_id) if submit.kv_source is None else None
+        if submit.held_prefix is not None:
+            # A pull, which here begins when the router sends the leg, and not when it is the request's turn.
+            fetch = Fetch(submit.held_prefix.peer.incarnation, incarnation, submit.held_prefix.num_tokens)
         if fetch is None or fetch.sink != incarnation:
             self._timeline.call_at(self._timeline.now + self._message_s, lambda: self._submit(incarnation, submit))
         else:

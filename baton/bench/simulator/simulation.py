@@ -84,7 +84,7 @@ class Simulation:
         self.router = SimulatedRouter(
             self.timeline,
             self._network,
-            make_placer(config.policy, settings, self._rng, config.nic_bytes_per_s),
+            make_placer(config.policy, settings, self._rng),
             self._rng,
             config,
             self._on_request_end,

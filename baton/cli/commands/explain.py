@@ -99,6 +99,8 @@ def _print_outcome(outcome: PlacementOutcome) -> None:
 def _row(way: PlacementWay, decision: PlacementDecision) -> list[str]:
     chosen = (way.prefill_node, way.decode_node) == (decision.prefill_node, decision.decode_node)
     cached = str(way.cached_tokens)
+    if way.pulled_tokens:
+        cached += f" (pulls {way.pulled_tokens})"
     if way.prefill_node:
         cached += f"+{way.decode_cached_tokens}"
     times = (way.queue_ms, way.prefill_ms, way.handoff_ms, way.decode_ms, way.stall_ms, way.token_ms)

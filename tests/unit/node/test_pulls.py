@@ -10,7 +10,7 @@ from baton.errors import TransferCause
 from baton.messages.node import HeldPrefix
 from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
-from kv_transfer.link.link_messages import OfferLost, Pull
+from kv_transfer.link.link_messages import OfferLost, Pull, SenderMessage
 from tests.support.handoff_rig import (
     ATTEMPT,
     BLOCK_SIZE,
@@ -92,10 +92,10 @@ async def test_a_reader_that_has_no_use_for_it_any_more_lets_it_go() -> None:
 async def test_keys_that_are_none_are_refused_before_the_engine_hears_of_them(keys: tuple[bytes, ...]) -> None:
     async with HandoffRig() as rig:
         await rig.join()
-        told: list[OfferLost] = []
+        told: list[SenderMessage] = []
         rig.sender.handoff._links.send = lambda link, message: told.append(message)  # type: ignore[method-assign]
         rig.sender.handoff.link_received(0, Pull(ATTEMPT, keys))
-        assert [lost.cause for lost in told] == [TransferCause.REFUSED]
+        assert [isinstance(lost, OfferLost) and lost.cause for lost in told] == [TransferCause.REFUSED]
         assert not rig.sender.recorder.pins
 
 

@@ -160,6 +160,8 @@ class Placement:
     reason: Reason
     holders: Sequence[tuple[str, Peer]] = ()
     """Contents of the prompt of which the node that computes it has no rows, by digest, each with a node that has."""
+    encoders: Sequence[tuple[str, Peer]] = ()
+    """Others of these contents, each with the encode node that makes rows of it."""
 
     @property
     def prompt_node(self) -> NodeDescription:

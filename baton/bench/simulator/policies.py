@@ -15,6 +15,7 @@ from baton.messages.node import NodeDescription, Role
 from router.admission.request import ValidRequest
 from router.placement.cost_model import NodeCosts, PlacementQuery, Way, cheapest
 from router.placement.decisions import Choice, DecisionLog
+from router.placement.encoders import LoadedEncoder
 from router.placement.placement import Candidate, Demand, Origin, Placement, choose, demand_of, fitting_nodes
 from router.placement.placement import with_room as only_with_room
 from router.placement.placer import PlacementSettings, Placer, Policy
@@ -76,6 +77,7 @@ class RandomPlacer(Placer):
         *,
         with_room: bool = False,
         origin: Origin | None = None,
+        encoders: Sequence[LoadedEncoder] = (),
     ) -> Choice:
         demand = demand_of(request, origin)
         able = fitting_nodes(only_with_room(candidates) if with_room else candidates, demand, exclude)

@@ -186,7 +186,7 @@ class ClusterView:
     def adapter_refusals(self) -> Iterator[tuple[str, str, str]]:
         """For each attached node and each adapter that it refuses: its name, the digest and the reason."""
         for node in self._nodes.values():
-            if node.attached:
+            if node.attached and node.runs_legs:
                 for digest, reason in node.refused_adapters.items():
                     yield node.record.name, digest, reason
 

@@ -474,7 +474,7 @@ class RouterProcess:
             await self._public.grpc.set_ready(not self._why_not_ready())
             self._operators.steering.check_cluster()
             # Nodes that take no requests at present count, too.
-            has_nodes = len(self._core.view.descriptions()) >= self._config.await_nodes
+            has_nodes = self._core.view.num_attached >= self._config.await_nodes
             if has_nodes and self._operators.adapters.is_settled:
                 self._awaited.set()
 

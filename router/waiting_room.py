@@ -431,6 +431,7 @@ class WaitingRoom:
             now,
             with_room=with_room,
             origin=place.origin,
+            encoders=self._view.encoders() if request.contents else (),
         )
 
     def _new_ticket(self, active: ActiveRequest, place: Place) -> Ticket[ActiveRequest]:

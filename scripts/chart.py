@@ -29,8 +29,8 @@ README = """\
 
 <!-- Rendered by scripts/chart from values.yaml. -->
 
-Routers, prefill nodes, decode nodes and a Redis, as Kubernetes objects. What every supervisor has to know, and what has
-been tested, is in `docs/deploy.md` of the repository.
+Routers, prefill nodes, decode nodes, encode nodes and a Redis, as Kubernetes objects. What every supervisor has to
+know, and what has been tested, is in `docs/deploy.md` of the repository.
 
 ```console
 $ kubectl create secret generic baton-tls --from-file=ca.crt=certs/ca.crt --from-file=router.crt=certs/router.crt ...

@@ -207,11 +207,15 @@ class NodeSettings(ClusterSettings):
 
 
 class NodeConfig(NodeSettings, ProcessSettings):
-    """All settings of one prefill or decode node, including those that only `baton node` has."""
+    """All settings of one prefill, decode or encode node, including those that only `baton node` has."""
 
     heading: ClassVar[str] = "This node"
 
-    role: Literal["prefill", "decode"] = Field(..., description="Role of the node.")
+    role: Literal["prefill", "decode", "encode"] = Field(
+        ...,
+        description="Role of the node. encode: it loads the model's encoder alone, and makes rows of images, speech or "
+        "texts for the others.",
+    )
     node_id: Name = Field(..., min_length=1, description="Name of the node, unique in the cluster.")
     port: Port = Field(0, description="Port to listen on; 0: a free one.")
     advertise: HostPort = Field("", description="HOST:PORT at which others reach the node. Default: where it listens.")

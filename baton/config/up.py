@@ -21,6 +21,11 @@ class UpConfig(RouterSettings, NodeSettings):
 
     prefill: Annotated[int, Field(ge=0, le=64)] = Field(1, description="Number of prefill nodes.")
     decode: Annotated[int, Field(ge=1, le=64)] = Field(1, description="Number of decode nodes.")
+    encode: Annotated[int, Field(ge=0, le=64)] = Field(
+        0,
+        description="Number of encode nodes, for a model that takes images or speech: they have its encoder alone, and "
+        "spare prefill nodes that work.",
+    )
     prefill_tp: Annotated[int, Field(ge=1, le=64)] | None = Field(None, description="tp of prefill nodes. Default: tp.")
     decode_tp: Annotated[int, Field(ge=1, le=64)] | None = Field(None, description="tp of decode nodes. Default: tp.")
     prefill_pp: Annotated[int, Field(ge=1, le=64)] | None = Field(None, description="pp of prefill nodes. Default: pp.")
@@ -82,7 +87,7 @@ class UpConfig(RouterSettings, NodeSettings):
 
     @model_validator(mode="after")
     def _enough_ports(self) -> Self:
-        nodes = self.prefill + self.decode
+        nodes = self.num_nodes
         for name, first, count, processes in (
             ("grpc_port", self.grpc_port, self.routers, "routers"),
             ("http_port", self.http_port, self.routers, "routers"),
@@ -91,6 +96,11 @@ class UpConfig(RouterSettings, NodeSettings):
             if first + count > 65536:
                 raise ValueError(f"{name} {first} leaves no ports for {count} {processes}")
         return self
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of all roles."""
+        return self.prefill + self.decode + self.encode
 
     @property
     def is_across_hosts(self) -> bool:
@@ -104,4 +114,4 @@ class UpConfig(RouterSettings, NodeSettings):
 
     def threads_per_node(self, cores: int) -> int:
         """Threads for each node on a machine with this number of cores; at least one."""
-        return self.threads or max(1, cores // (self.prefill + self.decode))
+        return self.threads or max(1, cores // self.num_nodes)

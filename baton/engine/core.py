@@ -17,7 +17,7 @@ from baton.engine.batch import (
     SchedulerOutput,
     StepTimes,
 )
-from baton.engine.encoder_cache import EncoderInput, EncoderWork
+from baton.engine.encoder_cache import EncoderInput
 from baton.engine.runner import LazyExecutor, ModelRunner, RunnerLost, StepExecutor
 from baton.engine.scheduler import Scheduler
 from baton.errors import ConfigError
@@ -133,10 +133,12 @@ class EngineCore:
         decided = self.scheduler.schedule()
         self._schedule_s += self._clock.monotonic() - started
         if self.scheduler.config.num_encoder_rows:
-            self._do_encoder_work(self.scheduler.take_encoder_work())
+            self.do_encoder_work()
         return decided
 
-    def _do_encoder_work(self, work: EncoderWork) -> None:
+    def do_encoder_work(self) -> None:
+        """Have encoded and released what the encoder cache decided since the last time; each step begins with it."""
+        work = self.scheduler.take_encoder_work()
         for digest in work.to_release:
             # Steps that were submitted may still have rows of requests that have ended.
             self._to_release[digest] = self._num_steps

@@ -36,6 +36,8 @@ class EncoderInput:
     """The position behind the last one."""
     num_rows: int
     """Rows that its encoder makes; between them a prompt may have text."""
+    tenant: str = ""
+    """Whose request it is of; empty: there are no tenants."""
 
     @property
     def digest(self) -> str:
@@ -43,8 +45,10 @@ class EncoderInput:
         return self.content.digest
 
 
-def encoder_inputs(spans: Sequence[Span], contents: Iterable[EncoderContent]) -> tuple[EncoderInput, ...]:
-    """The inputs of a prompt, in order. `contents`: their data, as far as it is here."""
+def encoder_inputs(
+    spans: Sequence[Span], contents: Iterable[EncoderContent], tenant: str = ""
+) -> tuple[EncoderInput, ...]:
+    """The inputs of a tenant's prompt, in order. `contents`: their data, as far as it is here."""
     known = {content.digest: content for content in contents}
     inputs: list[EncoderInput] = []
     for span in spans:
@@ -53,10 +57,11 @@ def encoder_inputs(spans: Sequence[Span], contents: Iterable[EncoderContent]) ->
         if span.first_row:
             # A further part of the same content.
             first = inputs.pop()
-            inputs.append(EncoderInput(first.content, first.start, span.stop, span.first_row + span.length))
+            num_rows = span.first_row + span.length
+            inputs.append(EncoderInput(first.content, first.start, span.stop, num_rows, tenant))
         else:
             content = known.get(span.digest, EncoderContent(span.digest))
-            inputs.append(EncoderInput(content, span.start, span.stop, span.length))
+            inputs.append(EncoderInput(content, span.start, span.stop, span.length, tenant))
     return tuple(inputs)
 
 

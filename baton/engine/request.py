@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from baton.engine.constraints import RepetitionDetector
 from baton.engine.encoder_cache import encoder_inputs
 from baton.machine import IllegalEvent
-from baton.messages.ids import AttemptKey, Peer
+from baton.messages.ids import AttemptKey, Peer, tenant_of
 from baton.messages.node import HeldPrefix, Leg, Outcome
 from baton.messages.pooling import Pooling, PoolingParams
 from baton.messages.request_spec import RequestSpec
@@ -207,7 +207,7 @@ class Request:
         self.adapter = spec.adapter
         self.spans = tuple(spec.spans)
         """The spans of the prompt, in order."""
-        self.encoder_inputs = encoder_inputs(self.spans, spec.contents) if self.spans else ()
+        self.encoder_inputs = encoder_inputs(self.spans, spec.contents, tenant_of(request_id)) if self.spans else ()
         """What is to be encoded of the prompt, in order."""
         self.num_submitted_tokens = self.num_prompt_tokens + len(output_token_ids)
         """Tokens that were submitted: the prompt, and what an earlier attempt generated. A prefill leg computes their

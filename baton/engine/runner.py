@@ -51,6 +51,8 @@ class ModelInfo:
     """How many of `weight_bytes` are of tables of which a step reads a few rows."""
     row_width: int = 0
     """Numbers in a row that may be given in place of a token; 0: none may be."""
+    row_numerics: str = ""
+    """Names what decides the rows of its encoder, beside its files and the dtype; empty: it has none."""
     most_source_rows: int = 0
     """The most positions that an input of the encoder takes, with which every prompt begins; 0: the model has no
     encoder beside its decoder."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,7 +15,6 @@ from baton.messages.kv_cache import KVCacheUpdate
 from baton.messages.node_model import GENERATES, GENERATES_AND_EMBEDS, Capability, NodeShape
 from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import TokenLogprobs
-from baton.messages.spans import DECIDE_ROWS
 from baton.messages.speculation import DraftCounts
 from baton.values import value
 
@@ -30,6 +29,8 @@ class Role(enum.Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    ENCODE = "encode"
+    """Makes rows of inputs (images, say) for other nodes, and runs no leg of a request."""
     ROUTER = "router"
 
     __hash__ = object.__hash__  # by identity: Enum's own __hash__ is Python code, which slows every look-up
@@ -112,6 +113,8 @@ class NodeDescription:
     """The type of the node's model, as its config.json names it; empty: a version that does not say it."""
     kv_groups: int = 0
     """Groups of layers with blocks of their own; 0: a version that does not say it."""
+    row_numerics: str = ""
+    """Names what decides the rows of its encoder, beside model and dtype; empty: `numerics` does."""
 
     @property
     def can(self) -> frozenset[Capability]:
@@ -137,9 +140,11 @@ class NodeDescription:
         """How the node's model is divided among ranks; one rank where that is not known."""
         return NodeShape.of(self.tp, self.pp)
 
-    def makes_same_rows_as(self, other: NodeDescription) -> bool:
-        """Whether the encoders of both nodes make the same numbers of one input."""
-        return all(getattr(self, name) == getattr(other, name) for name in DECIDE_ROWS)
+    @property
+    def rows_decided_by(self) -> Mapping[str, str]:
+        """What decides which numbers its encoder makes of an input, by name: nodes with equal values make the same."""
+        numerics = self.row_numerics or self.numerics
+        return {"model_fingerprint": self.model_fingerprint, "dtype": self.dtype, "numerics": numerics}
 
     @property
     def as_peer(self) -> Peer:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -24,8 +24,6 @@ PLACEHOLDER = 0
 """The token id at the positions of spans."""
 ROW_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """The dtypes of given rows, with the bytes of a number."""
-DECIDE_ROWS = ("model_fingerprint", "dtype", "numerics")
-"""The fields, here and in NodeDescription, that decide which numbers an encoder makes of an input."""
 
 
 @value(frozen=True, slots=True)
@@ -132,6 +130,8 @@ class EncoderContent:
     kind: ContentKind = ContentKind.IMAGE
     held_by: Peer | None = None
     """A node that has made rows of it, for one that has none; None: nobody knows of any."""
+    encoded_by: Peer | None = None
+    """A node with the role encode, which makes rows of it on demand, or has made them; None: there is none."""
 
     @classmethod
     def of(cls, data: bytes, kind: ContentKind = ContentKind.IMAGE) -> EncoderContent:
@@ -164,7 +164,7 @@ def source_spans(digest: str, num_rows: int) -> tuple[Span, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RowsRequest:
-    """The rows that a node asks for, and what must be the same on both nodes (DECIDE_ROWS)."""
+    """The rows that a node asks for, and what must be the same on both nodes (`rows_decided_by`)."""
 
     incarnation: str
     """The node that is asked."""
@@ -173,3 +173,14 @@ class RowsRequest:
     model_fingerprint: str
     dtype: str
     numerics: str
+    content: EncoderContent | None = None
+    """The input, for a node with the role encode that has no rows of it; None: the rows are to be there."""
+    num_rows: int = 0
+    """How many rows are expected of it."""
+    tenant: str = ""
+    """Whose request needs them; empty: there are no tenants."""
+
+    @property
+    def rows_decided_by(self) -> Mapping[str, str]:
+        """What decides which numbers an encoder makes of an input, by name; as in NodeDescription."""
+        return {"model_fingerprint": self.model_fingerprint, "dtype": self.dtype, "numerics": self.numerics}

@@ -12,7 +12,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -46,6 +46,7 @@ from baton.node.adapters.adapter_cache import (
 from baton.node.adapters.adapter_threads import AdapterThreads
 from baton.node.attempts.grammars import NO_GRAMMARS, GrammarCompiler
 from baton.node.encoding import EncoderThread, RowSource
+from baton.node.row_requests import Answers, RowRequests, WantedRows
 
 _log = structlog.get_logger(__name__)
 
@@ -101,7 +102,8 @@ class EngineDriver:
         self._flush = flush
         self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         """What other threads want of the engine; None: it is to stop."""
-        self._encoder = EncoderThread(scheduler, runner, self._post_of_encoder, rows)
+        self._row_requests = RowRequests(scheduler.encoder_cache)
+        self._encoder = EncoderThread(scheduler, runner, self._post_of_encoder, rows, self._on_rows)
         self._core = EngineCore(scheduler, runner, executor, self._encoder)
         self._grammars = grammars if grammars is not None else GrammarCompiler(None, NO_GRAMMARS)
         self._adapters = adapters
@@ -160,6 +162,17 @@ class EngineDriver:
     def tell_transfer(self, news: KVTransferOutput) -> None:
         """Pass on that KV arrived, failed to arrive, or that blocks were released."""
         self._inbox.put(lambda: self._scheduler.update_from_kv_transfer(news))
+
+    def want_rows(self, wanted: WantedRows) -> None:
+        """Have the rows of an input made for another node, and held until `end_rows`. For an encode node alone.
+
+        Its `answer` is called on the engine's thread, or not at all once the engine has stopped.
+        """
+        self._inbox.put(lambda: self._answer(self._row_requests.add(wanted)))
+
+    def end_rows(self, number: int) -> None:
+        """The other node has read the rows, or has left. Idempotent."""
+        self._inbox.put(lambda: self._answer(self._row_requests.end(number)))
 
     def keep_adapters(self, digests: Set[str]) -> None:
         """Take the adapters that routers want: others leave memory as soon as no request uses them."""
@@ -224,8 +237,17 @@ class EngineDriver:
     def _publish_news(self, outputs: Sequence[EngineCoreOutputs]) -> None:
         core = self._core
         merged, kv_cache = _merge(outputs), self._kv_cache_news()
-        events, stats, step = self._scheduler.take_events(), self._scheduler.make_stats(), core.take_computed_step()
+        events, stats, step = self._scheduler.take_events(), self._stats(), core.take_computed_step()
         self._publish(StepNews(merged, events, stats, core.step_times, kv_cache, step, self._take_adapter_news()))
+
+    def _stats(self) -> SchedulerStats:
+        """The engine's load; of an encode node that is what other nodes ask it for."""
+        stats, rows = self._scheduler.make_stats(), self._row_requests
+        if not (rows.num_running or rows.num_waiting):
+            return stats
+        return replace(
+            stats, num_running=stats.num_running + rows.num_running, num_waiting=stats.num_waiting + rows.num_waiting
+        )
 
     def _kv_cache_news(self) -> KVEventBatch | KVSnapshot | None:
         scheduler = self._scheduler
@@ -258,6 +280,17 @@ class EngineDriver:
         """Let the encoder tell the scheduler of an input. One that can't be encoded may have ended requests."""
         note()
         return self._scheduler.take_refusals()
+
+    def _on_rows(self, digest: str, error: Exception | None) -> None:
+        requests = self._row_requests
+        self._answer(requests.encoded(digest) if error is None else requests.failed(digest, error))
+
+    def _answer(self, answers: Answers) -> None:
+        for wanted, error in answers:
+            wanted.answer(error)
+        if self._row_requests.is_used:
+            # No step of an encode node does it.
+            self._core.do_encoder_work()
 
     def _watch_kv_cache(self, *, begin: bool) -> None:
         self._snapshot_due = begin

@@ -4,13 +4,19 @@ Rows are made on a thread, so that no step waits for an encoder. Rows that anoth
 is expected to take less time than the encoder here would take, and while one of the two times is not known. A fetch
 that was slow is forgotten after a while, so that it is tried again. A fetch gets as much time as the encoder would
 need: so an input whose holder hangs takes at most twice as long as it would without one.
+
+Where the cluster has encode nodes, one of them was named for an input of which nobody has rows: it is sent the input,
+and makes them. It spares this node's processor, so it may take longer than the encoder here, by `PATIENCE`. An input is
+encoded here if it does not, is gone, or refuses.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -21,8 +27,9 @@ from baton.clock import Clock
 from baton.engine.encoder_cache import EncoderInput
 from baton.engine.runner import ModelInfo, ModelRunner
 from baton.engine.scheduler import Scheduler
-from baton.errors import BatonError, EngineFault
-from baton.messages.spans import RowsRequest
+from baton.errors import BatonError, EngineFault, InvalidRequest, Overloaded
+from baton.messages.ids import Peer
+from baton.messages.spans import EncoderContent, RowsRequest
 from baton.wire.clients.encoder_rows_client import read_rows
 from baton.wire.credentials import Dialer
 
@@ -33,6 +40,8 @@ UNKNOWN_S = 2.0
 """Seconds for a fetch while it is not known how long the encoder takes."""
 SHORTEST_S = 0.1
 """The least seconds for a fetch: connections are opened within them, also on a busy machine."""
+PATIENCE = 3.0
+"""An encode node gets so many times as long as the encoder here would take."""
 AVOID_S = 10.0
 """For so many seconds nothing is fetched from a node that did not give what it should have."""
 FORGET_S = 60.0
@@ -49,7 +58,8 @@ class FetchPolicy:
         self._encode_s_per_row: float | None = None
         self._fetch_s_per_row: float | None = None
         self._fetched_at = 0.0
-        self._avoided_until: dict[str, float] = {}
+        self._avoided_until: dict[tuple[str, str], float] = {}
+        """By incarnation and tenant: an encode node may be slow for one that floods it, and not for others."""
 
     def encoded(self, num_rows: int, seconds: float) -> None:
         """The encoder here took so long."""
@@ -60,19 +70,29 @@ class FetchPolicy:
         self._fetch_s_per_row = _faded(self._known_fetch(now), seconds / num_rows)
         self._fetched_at = now
 
-    def failed(self, incarnation: str, now: float) -> None:
-        """A node did not give rows: it could not be reached, hung, or sent something else."""
+    def failed(self, incarnation: str, now: float, tenant: str = "") -> None:
+        """A node did not give rows: it could not be reached, hung, or sent something else.
+
+        `tenant`: for whom it was to make them; empty: it was to have them.
+        """
         self._avoided_until = {peer: until for peer, until in self._avoided_until.items() if until > now}
         if len(self._avoided_until) < _MOST_AVOIDED:
-            self._avoided_until[incarnation] = now + AVOID_S
+            self._avoided_until[incarnation, tenant] = now + AVOID_S
 
-    def seconds_for(self, incarnation: str, num_rows: int, now: float) -> float | None:
-        """Seconds within which so many rows must come from this node; None: they are made here."""
-        if self._avoided_until.get(incarnation, now) > now:
+    def seconds_for(
+        self, incarnation: str, num_rows: int, now: float, *, makes: bool = False, tenant: str = ""
+    ) -> float | None:
+        """Seconds within which so many rows must come from this node; None: they are made here.
+
+        `makes`: it is an encode node, which makes them for this tenant.
+        """
+        if self._avoided_until.get((incarnation, tenant), now) > now:
             return None
         encode, fetch = self._encode_s_per_row, self._known_fetch(now)
         if encode is None:
             return UNKNOWN_S
+        if makes:
+            return max(SHORTEST_S, PATIENCE * encode * num_rows)
         if fetch is not None and fetch >= encode:
             return None
         return max(SHORTEST_S, encode * num_rows)
@@ -85,15 +105,16 @@ def _faded(before: float | None, value: float) -> float:
     return value if before is None else before + _WEIGHT * (value - before)
 
 
-_MOST_FETCHES = 8
-"""Fetches at a time. What is asked for beyond that is encoded."""
+_MOST_FETCHES = 32
+_MOST_FETCHES_OF_TENANT = 8
+"""Fetches at a time, and those of one tenant. What is asked for beyond that is encoded."""
 
 
 class RowSource(Protocol):
     """Where rows may come from, other than the encoder here. Its methods return at once; any thread may call them."""
 
     def fetch(self, encoder_input: EncoderInput, done: Callable[[bytes], None], none: Callable[[], None]) -> None:
-        """Fetch the rows of an input whose content says who has them.
+        """Fetch the rows of an input whose content says who has them, or makes them.
 
         Either `done` is called with their bytes (float32, row by row, little-endian), or `none`; on any thread.
         """
@@ -122,6 +143,8 @@ class RowFetcher:
         self._post = post
         self._policy = policy if policy is not None else FetchPolicy()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._num_open: Counter[str] = Counter()
+        """How many of them there are, by tenant."""
         self._watch = current_watch.get()
 
     def fetch(self, encoder_input: EncoderInput, done: Callable[[bytes], None], none: Callable[[], None]) -> None:
@@ -137,40 +160,58 @@ class RowFetcher:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _begin(self, encoder_input: EncoderInput, done: Callable[[bytes], None], none: Callable[[], None]) -> None:
-        peer = encoder_input.content.held_by
-        seconds = None
-        if peer is not None and len(self._tasks) < _MOST_FETCHES:
-            seconds = self._policy.seconds_for(peer.incarnation, encoder_input.num_rows, self._clock.monotonic())
-        if seconds is None:
+        makes, tenant, seconds = encoder_input.content.encoded_by is not None, encoder_input.tenant, None
+        peer = encoder_input.content.encoded_by or encoder_input.content.held_by
+        if peer is not None and len(self._tasks) < _MOST_FETCHES and self._num_open[tenant] < _MOST_FETCHES_OF_TENANT:
+            num_rows, now = encoder_input.num_rows, self._clock.monotonic()
+            of_tenant = tenant if makes else ""
+            seconds = self._policy.seconds_for(peer.incarnation, num_rows, now, makes=makes, tenant=of_tenant)
+        if peer is None or seconds is None:
             none()
             return
         # If the work raised unnoticed, the requests that wait for these rows would do so for ever.
-        work = partial(self._fetch, encoder_input, seconds, done, none)
+        work = partial(self._fetch, encoder_input, peer, seconds, done, none)
         task = self._watch.start(work, "rows", encoder_input.digest[:12], on_fault=OnFault.END_PROCESS, may_end=True)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._num_open[tenant] += 1
+        task.add_done_callback(lambda ended: self._ended(ended, tenant))
+
+    def _ended(self, task: asyncio.Task[None], tenant: str) -> None:
+        self._tasks.discard(task)
+        self._num_open[tenant] -= 1
+        if not self._num_open[tenant]:
+            del self._num_open[tenant]
 
     async def _fetch(
-        self, encoder_input: EncoderInput, seconds: float, done: Callable[[bytes], None], none: Callable[[], None]
+        self,
+        encoder_input: EncoderInput,
+        peer: Peer,
+        seconds: float,
+        done: Callable[[bytes], None],
+        none: Callable[[], None],
     ) -> None:
-        peer, model, began = encoder_input.content.held_by, self._model, self._clock.monotonic()
-        assert peer is not None
-        asked = RowsRequest(peer.incarnation, encoder_input.digest, model.fingerprint, model.dtype, model.numerics)
+        model, content, began, rows = self._model, encoder_input.content, self._clock.monotonic(), None
+        numerics, makes = model.row_numerics or model.numerics, content.encoded_by is not None
+        asked = RowsRequest(peer.incarnation, content.digest, model.fingerprint, model.dtype, numerics)
+        if makes:
+            sent = EncoderContent(content.digest, content.data, content.kind)
+            asked = replace(asked, content=sent, num_rows=encoder_input.num_rows, tenant=encoder_input.tenant)
         try:
             num_bytes = 4 * encoder_input.num_rows * model.row_width
             rows = await read_rows(peer.address, asked, num_bytes, seconds, self._dialer)
         except BatonError as error:
             _log.info("rows are made here, since they could not be fetched", peer=peer.node_id, reason=str(error))
-            self._policy.failed(peer.incarnation, self._clock.monotonic())
-            rows = None
-        else:
-            if rows is not None:
-                now = self._clock.monotonic()
-                self._policy.fetched(encoder_input.num_rows, now - began, now)
+            # An encode node that refuses at once costs no time: it may be this input that it can't take.
+            if not (makes and isinstance(error, InvalidRequest | Overloaded)):
+                tenant = encoder_input.tenant if makes else ""
+                self._policy.failed(peer.incarnation, self._clock.monotonic(), tenant)
         if rows is None:
             none()
-        else:
-            done(rows)
+            return
+        if not makes:
+            now = self._clock.monotonic()
+            self._policy.fetched(encoder_input.num_rows, now - began, now)
+        done(rows)
 
 
 class EncoderThread:
@@ -185,12 +226,18 @@ class EncoderThread:
         runner: ModelRunner,
         post: Callable[[Callable[[], None]], None],
         rows: RowSource | None = None,
+        on_end: Callable[[str, Exception | None], None] = lambda digest, error: None,
     ) -> None:
-        """`post` runs a callable on the engine's thread. `rows`: where rows may come from, apart from the encoder."""
+        """`post` runs a callable on the engine's thread. `rows`: where rows may come from, apart from the encoder.
+
+        `on_end` is called on the engine's thread once the scheduler knows that an input's rows are there, or with the
+        error with which they could not be made.
+        """
         self._scheduler = scheduler
         self._runner = runner
         self._post = post
         self._rows = rows
+        self._on_end = on_end
         self._fetching: set[str] = set()
         """Inputs whose rows are being fetched, by digest."""
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-encoder")
@@ -198,7 +245,7 @@ class EncoderThread:
         """What is still to be encoded, by digest."""
 
     def start_encoding(self, encoder_input: EncoderInput) -> None:
-        if self._rows is None or encoder_input.content.held_by is None:
+        if self._rows is None or not _others_have(encoder_input):
             self._encode(encoder_input)
             return
         self._fetching.add(encoder_input.digest)
@@ -251,13 +298,27 @@ class EncoderThread:
         try:
             self._runner.encoder.encode(encoder_input.content, encoder_input.num_rows)
         except BatonError as error:
-            self._post(partial(self._scheduler.input_failed, encoder_input.digest, error))
+            self._post(partial(self._failed, encoder_input.digest, error))
             return
         except Exception as error:
             _log.exception("could not encode an input: the requests that need it fail")
             fault = EngineFault(f"the encoder failed: {error!r}")
-            self._post(partial(self._scheduler.input_failed, encoder_input.digest, fault))
+            self._post(partial(self._failed, encoder_input.digest, fault))
             return
         if self._rows is not None:
             self._rows.encoded(encoder_input.num_rows, clock.monotonic() - began)
-        self._post(lambda: self._scheduler.input_encoded(encoder_input.digest))
+        self._post(lambda: self._encoded(encoder_input.digest))
+
+    def _encoded(self, digest: str) -> None:
+        self._scheduler.input_encoded(digest)
+        self._on_end(digest, None)
+
+    def _failed(self, digest: str, error: Exception) -> None:
+        self._scheduler.input_failed(digest, error)
+        self._on_end(digest, error)
+
+
+def _others_have(encoder_input: EncoderInput) -> bool:
+    """Whether another node was named that has the rows of an input, or makes them."""
+    content = encoder_input.content
+    return content.held_by is not None or content.encoded_by is not None

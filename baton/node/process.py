@@ -21,7 +21,7 @@ from baton.node.leftovers import describe_left, may_be_written
 from baton.node.lifecycle import NodeStop
 from baton.node.name_claim import Asks, proving_absence, require_free_name
 from baton.node.role import NodeRole, RoleContext
-from baton.node.runner_spec import runner_spec
+from baton.node.runner_spec import config_of_encoder, encoder_spec, runner_spec
 from baton.node.serve import Node
 from baton.observe.logs import log_also
 from baton.observe.loop_probe import ProbedEventLoop
@@ -31,7 +31,7 @@ from baton.processes.interpreter import rare_collections, switch_threads_early
 from baton.registry import Membership, NodeRecord, require
 from baton.registry.connection import with_authority
 from baton.registry.registry import Registry
-from baton.runner import load
+from baton.runner import load, load_encoder
 from baton.runner.backends.cpu import kernel_file
 from baton.runner.lean_imports import import_transformers
 from baton.security.binds import check_bind, is_loopback
@@ -60,6 +60,8 @@ def run_node(config: NodeConfig, role_maker: Callable[[Role], RoleMaker]) -> int
     engine died.
     """
     check_bind(config.host, config.protection, needs_keys=config.metrics_port is not None)
+    if config.role == "encode":
+        config = config_of_encoder(config)
     if is_loopback(config.host):
         # UCX listens as well, by default on every interface that it finds.
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
@@ -70,7 +72,10 @@ def run_node(config: NodeConfig, role_maker: Callable[[Role], RoleMaker]) -> int
     with rare_collections():
         if config.runner == "torch":
             import_transformers()
-        runner = load(runner_spec(config), _other_hosts(config))
+        if config.role == "encode":
+            runner = load_encoder(encoder_spec(config))
+        else:
+            runner = load(runner_spec(config), _other_hosts(config))
     log_slow_paths(runner.model)
     # What is loaded by now stays: a full garbage collection of it would stop event loop and engine for 100 ms.
     gc.collect()
@@ -123,6 +128,8 @@ async def _wanted_role(config: NodeConfig) -> Role:
         raise ConfigError(str(error)) from None
     finally:
         await registry.close()
+    if config.role == "encode":
+        return Role.ENCODE
     if wanted not in (None, config.role):
         _log.info(
             "starts in the role that an operator has set", node=config.node_id, role=wanted, started_as=config.role

@@ -19,6 +19,28 @@ from baton.text.tokenizer import Tokenizer
 _MIN_BLOCKS = 8
 
 
+def config_of_encoder(config: NodeConfig) -> NodeConfig:
+    """The configuration of an encode node, without what it says of the decoder. Raises ConfigError.
+
+    The settings of a cluster are for all its nodes, so these are no mistakes.
+    """
+    if config.runner != "torch":
+        raise ConfigError("the simulated runner has no encoder: leave --role encode out")
+    if not config.num_encoder_rows:
+        raise ConfigError("an encode node keeps rows: give --num-encoder-rows at least those of one input")
+    if config.hosts > 1:
+        raise ConfigError("an encode node is one process: leave --hosts out")
+    of_decoder = {"tp": 1, "pp": 1, "host_cache_memory": 0, "preemption_mode": "recompute", "speculative_config": ""}
+    return config.model_copy(update=of_decoder)
+
+
+def encoder_spec(config: NodeConfig) -> TorchSpec:
+    """The encoder that this configuration asks for."""
+    spec = runner_spec(config)
+    assert isinstance(spec, TorchSpec)
+    return spec
+
+
 def runner_spec(config: NodeConfig) -> RunnerSpec:
     """The runner that this configuration asks for. Raises ConfigError for a draft model with other tokens."""
     if config.runner == "torch":

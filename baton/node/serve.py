@@ -21,7 +21,7 @@ from baton.engine.runner import ModelRunner, RunnerLost
 from baton.engine.scheduler import Scheduler
 from baton.errors import BackgroundFault, EngineFault
 from baton.messages.ids import new_incarnation
-from baton.messages.node import NodeDescription
+from baton.messages.node import NodeDescription, Role
 from baton.messages.node_report import OpenHandoff
 from baton.node.adapters.adapter_threads import AdapterDirectories, AdapterThreads
 from baton.node.attempts.attempt_times import AttemptSpans
@@ -34,6 +34,7 @@ from baton.node.reports.figures import ComputedTotals, engine_figures, model_fig
 from baton.node.reports.logs import EventLog
 from baton.node.reports.reports import describe, node_record
 from baton.node.role import NodeRole, RoleContext, Servicer
+from baton.node.row_maker import DriverRowMaker
 from baton.node.runner_spec import scheduler_config
 from baton.node.service import NodeService
 from baton.observe.metrics import render
@@ -258,7 +259,11 @@ class Node:
             self._runner.rank_reports,
             adapters,
         )
-        encoder_rows = EncoderRowsServicer(description, self._runner.encoder.bytes_of)
+        maker = DriverRowMaker(driver, lambda: service.draining.refuses_new_work)
+        makes_rows = description.role is Role.ENCODE
+        encoder_rows = EncoderRowsServicer(
+            description, self._runner.encoder.bytes_of, maker=maker if makes_rows else None
+        )
         servicers: Sequence[Servicer] = (NodeServicer(service), encoder_rows, *role.servicers)
         for servicer in servicers:
             servicer.add_to_server(rpc.server)

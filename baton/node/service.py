@@ -108,8 +108,10 @@ class NodeService:
         Raises ConfigError if this is not the incarnation that is meant, InvalidRequest for a role that no node has.
         """
         self._require_incarnation(incarnation)
-        if role is Role.ROUTER:
+        if role in (Role.ROUTER, Role.ENCODE):
             raise InvalidRequest("role", "a node can be prefill or decode")
+        if self._description.role is Role.ENCODE:
+            raise InvalidRequest("role", "an encode node has its model's encoder alone: it stays one")
         if role is not self._description.role or self.draining.refuses_new_work:
             self._on_set_role(role)
 

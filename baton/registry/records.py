@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from baton.errors import BatonError, Status
 
-NodeRole: TypeAlias = Literal["prefill", "decode", "router"]
+NodeRole: TypeAlias = Literal["prefill", "decode", "encode", "router"]
 NodeState: TypeAlias = Literal["starting", "ready", "draining"]
 
 MAX_RECORD_BYTES = 16 * 1024

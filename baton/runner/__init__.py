@@ -13,7 +13,17 @@ from baton.runner.spec import DraftSpec, RunnerSpec, SimulatedSpec, StepTime, To
 if TYPE_CHECKING:
     from baton.runner.stages.stage_leader import StageLeader
 
-__all__ = ["DraftSpec", "ModelRunner", "RunnerSpec", "SimulatedSpec", "StepTime", "TorchSpec", "load"]
+__all__ = ["DraftSpec", "ModelRunner", "RunnerSpec", "SimulatedSpec", "StepTime", "TorchSpec", "load", "load_encoder"]
+
+
+def load_encoder(spec: TorchSpec) -> ModelRunner:
+    """Load what encodes a model's images, speech or texts alone, where that can be divided from it. Raises ConfigError.
+
+    What the specification says of the decoder counts for nothing.
+    """
+    from baton.runner.encoder_alone import load_encoder_alone
+
+    return load_encoder_alone(spec)
 
 
 def load(spec: RunnerSpec, stages: StageLeader | None = None) -> ModelRunner:

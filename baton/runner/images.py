@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from baton.errors import ConfigError, InvalidRequest
+from baton.messages.request_limits import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from baton.messages.spans import EncoderContent
 from baton.model_formats.images import (
     ImageLimits,
@@ -33,6 +34,7 @@ from baton.runner.model.layers import PackedLinear, replace_products
 from baton.runner.model.model_classes import first_line
 from baton.runner.model.stored.mapped_files import MappedFiles
 from baton.runner.model.weights import LoadedModel
+from baton.runner.shared_by_loaders import row_numerics_of
 from baton.runner.torch_threads import torch_threads
 
 if TYPE_CHECKING:
@@ -221,6 +223,17 @@ class ImageInputs:
         self._processor = processor
         self._encoder = encoder
         self._limits = limits
+
+    @classmethod
+    def of(cls, model: LoadedModel, operations: Operations) -> Self:
+        """Pack the weights of what encodes a model's images, within the bounds of all requests. Raises ConfigError."""
+        processor = ImageProcessor(model.checkpoint.directory)
+        encoder = ImageEncoder(model, operations)
+        return cls(processor, encoder, ImageLimits(MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS))
+
+    def row_numerics(self, model: LoadedModel, operations: Operations) -> str:
+        """A name for all that decides the rows of an image, beside the model's files."""
+        return f"{row_numerics_of(model.weights.treatment, operations)}/{self.numerics}"
 
     @property
     def numerics(self) -> str:

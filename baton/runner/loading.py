@@ -15,15 +15,13 @@ from baton.engine.runner import KVLayout, LayerState, ModelInfo
 from baton.errors import ConfigError
 from baton.messages.node_model import Capability
 from baton.messages.node_report import ComputePath
-from baton.messages.request_limits import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
-from baton.model_formats.images import ImageLimits
 from baton.runner.against_transformers import TransformersLogits, UnverifiedModel
 from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.operations import Operations
 from baton.runner.compute_paths import compute_paths
 from baton.runner.execution.draft_model import DraftModel
-from baton.runner.images import ImageEncoder, ImageInputs, ImageProcessor
+from baton.runner.images import ImageInputs
 from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.checkpoint import configs_of_layers
 from baton.runner.model.pooling_files import read_pooling
@@ -195,7 +193,12 @@ class _Loading:
             leader.check_numerics(info.numerics)
         if images is not None:
             numerics = f"{info.numerics}/{images.numerics}"
-            info = replace(info, numerics=numerics, capabilities=info.capabilities | {Capability.IMAGE})
+            info = replace(
+                info,
+                numerics=numerics,
+                row_numerics=images.row_numerics(self.model, self.operations),
+                capabilities=info.capabilities | {Capability.IMAGE},
+            )
         info = replace(info, compute_paths=(*info.compute_paths, *paths))
         draft_model = None
         if self.drafting is not None:
@@ -207,11 +210,7 @@ class _Loading:
 
     def _images(self) -> ImageInputs | None:
         """What makes rows of images; None for a model that takes none. Raises ConfigError."""
-        if self.model.image_part is None:
-            return None
-        processor = ImageProcessor(self.model.checkpoint.directory)
-        encoder = ImageEncoder(self.model, self.operations)
-        return ImageInputs(processor, encoder, ImageLimits(MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS))
+        return None if self.model.image_part is None else ImageInputs.of(self.model, self.operations)
 
     def _verified(self, info: ModelInfo, transformer: Transformer) -> ModelInfo:
         """Say whether the model's logits are those of transformers. Raises UnverifiedModel if they differ."""

@@ -92,10 +92,7 @@ def numerics_of(treatment: str, operations: Operations, layout: KVLayout) -> str
 
     `treatment`: what was made of the weights (`ModelWeights`). Operations may name more once a step was computed.
     """
-    numerics = f"{operations.numerics()}/torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
-    numerics += f"/parts-{_PARTS}"
-    if treatment:
-        numerics += f"/{treatment}"
+    numerics = _numerics(operations.numerics(), treatment)
     if layout.has_scales:
         # A stream must not move between decode nodes whose caches round differently.
         numerics += f"/kv-{layout.dtype}"
@@ -103,6 +100,20 @@ def numerics_of(treatment: str, operations: Operations, layout: KVLayout) -> str
         # The bits are the same with any block size, but states are there at the ends of blocks alone.
         numerics += f"/states-of-{layout.block_size}"
     return numerics
+
+
+def row_numerics_of(treatment: str, operations: Operations) -> str:
+    """A name for everything that decides the rows of an encoder, beside the model's files and what prepares an input.
+
+    It has nothing of the decoder's, so that an encoder that was loaded alone has the same.
+    """
+    of_products = operations.product_numerics() if isinstance(operations, TorchOperations) else operations.numerics()
+    return _numerics(of_products, treatment)
+
+
+def _numerics(of_operations: str, treatment: str) -> str:
+    numerics = f"{of_operations}/torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}/parts-{_PARTS}"
+    return f"{numerics}/{treatment}" if treatment else numerics
 
 
 def model_info(

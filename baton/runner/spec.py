@@ -74,6 +74,8 @@ class WeightSpec:
     """Make quantised weights plain. Otherwise they are for operations that pack them as they are."""
     in_parts: bool = False
     """Leave all weights in their files until they are packed: for a rank, which packs some of each."""
+    image_part_alone: bool = False
+    """Load what encodes images alone, of a model that takes them."""
 
 
 @dataclass(frozen=True, slots=True)

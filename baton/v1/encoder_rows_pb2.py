@@ -22,19 +22,20 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from baton.v1 import node_pb2 as baton_dot_v1_dot_node__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x62\x61ton/v1/encoder_rows.proto\x12\x08\x62\x61ton.v1\"r\n\x0fReadRowsRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x10\n\x08numerics\x18\x05 \x01(\t\"2\n\x10ReadRowsResponse\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x0c\x32R\n\x0b\x45ncoderRows\x12\x43\n\x08ReadRows\x12\x19.baton.v1.ReadRowsRequest\x1a\x1a.baton.v1.ReadRowsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x62\x61ton/v1/encoder_rows.proto\x12\x08\x62\x61ton.v1\x1a\x13\x62\x61ton/v1/node.proto\"\xbf\x01\n\x0fReadRowsRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x10\n\x08numerics\x18\x05 \x01(\t\x12)\n\x07\x63ontent\x18\x06 \x01(\x0b\x32\x18.baton.v1.EncoderContent\x12\x10\n\x08num_rows\x18\x07 \x01(\r\x12\x0e\n\x06tenant\x18\x08 \x01(\t\"2\n\x10ReadRowsResponse\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x0c\x32R\n\x0b\x45ncoderRows\x12\x43\n\x08ReadRows\x12\x19.baton.v1.ReadRowsRequest\x1a\x1a.baton.v1.ReadRowsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.encoder_rows_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_READROWSREQUEST']._serialized_start=41
-  _globals['_READROWSREQUEST']._serialized_end=155
-  _globals['_READROWSRESPONSE']._serialized_start=157
-  _globals['_READROWSRESPONSE']._serialized_end=207
-  _globals['_ENCODERROWS']._serialized_start=209
-  _globals['_ENCODERROWS']._serialized_end=291
+  _globals['_READROWSREQUEST']._serialized_start=63
+  _globals['_READROWSREQUEST']._serialized_end=254
+  _globals['_READROWSRESPONSE']._serialized_start=256
+  _globals['_READROWSRESPONSE']._serialized_end=306
+  _globals['_ENCODERROWS']._serialized_start=308
+  _globals['_ENCODERROWS']._serialized_end=390
 # @@protoc_insertion_point(module_scope)

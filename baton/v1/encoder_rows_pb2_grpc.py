@@ -48,7 +48,9 @@ class EncoderRowsServicer:
 
     def ReadRows(self, request, context):
         """ReadRows returns the rows of an input. The stream ends without a message if the node has none, which is no error.
-        FAILED_PRECONDITION: the node is another one, or would make other numbers. UNAVAILABLE: too many ask.
+        A node with the role encode makes them first, if the request has the input itself.
+        FAILED_PRECONDITION: the node is another one, or would make other numbers. UNAVAILABLE: too many ask, or too much
+        waits for the encoder. INVALID_ARGUMENT: no rows can be made of the input.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -13,6 +13,7 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_UNSPECIFIED: _ClassVar[Role]
     ROLE_PREFILL: _ClassVar[Role]
     ROLE_DECODE: _ClassVar[Role]
+    ROLE_ENCODE: _ClassVar[Role]
 
 class Leg(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -81,6 +82,7 @@ class ProbeFault(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role
+ROLE_ENCODE: Role
 LEG_UNSPECIFIED: Leg
 LEG_WHOLE: Leg
 LEG_PREFILL: Leg
@@ -197,16 +199,18 @@ class PromptSpan(_message.Message):
     def __init__(self, start: _Optional[int] = ..., length: _Optional[int] = ..., digest: _Optional[str] = ..., dtype: _Optional[str] = ..., rows: _Optional[bytes] = ..., is_encoded: _Optional[bool] = ..., first_row: _Optional[int] = ..., columns: _Optional[int] = ...) -> None: ...
 
 class EncoderContent(_message.Message):
-    __slots__ = ("digest", "data", "kind", "held_by")
+    __slots__ = ("digest", "data", "kind", "held_by", "encoded_by")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     HELD_BY_FIELD_NUMBER: _ClassVar[int]
+    ENCODED_BY_FIELD_NUMBER: _ClassVar[int]
     digest: str
     data: bytes
     kind: ContentKind
     held_by: Peer
-    def __init__(self, digest: _Optional[str] = ..., data: _Optional[bytes] = ..., kind: _Optional[_Union[ContentKind, str]] = ..., held_by: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
+    encoded_by: Peer
+    def __init__(self, digest: _Optional[str] = ..., data: _Optional[bytes] = ..., kind: _Optional[_Union[ContentKind, str]] = ..., held_by: _Optional[_Union[Peer, _Mapping]] = ..., encoded_by: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("attempt", "leg", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "kv_source", "output_token_ids", "traceparent", "takeover", "reader_block_size", "adapter", "pooling", "spans", "contents", "turn", "held_prefix")
@@ -321,7 +325,7 @@ class AttachResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[NodeDescription, _Mapping]] = ..., report: _Optional[_Union[StepReport, _Mapping]] = ...) -> None: ...
 
 class NodeDescription(_message.Message):
-    __slots__ = ("node_id", "incarnation", "role", "address", "pid", "version", "model", "model_fingerprint", "dtype", "numerics", "bit_exact", "vocab_size", "max_model_len", "block_size", "num_blocks", "eos_token_ids", "on_transfer_failure", "kv_layout", "block_bytes", "max_num_seqs", "max_num_batched_tokens", "link_protocol", "embedding_size", "num_threads", "tp", "pp", "capabilities", "row_width", "most_short_tokens", "bit_exact_reason", "is_verified", "why_unverified", "model_type", "kv_groups")
+    __slots__ = ("node_id", "incarnation", "role", "address", "pid", "version", "model", "model_fingerprint", "dtype", "numerics", "bit_exact", "vocab_size", "max_model_len", "block_size", "num_blocks", "eos_token_ids", "on_transfer_failure", "kv_layout", "block_bytes", "max_num_seqs", "max_num_batched_tokens", "link_protocol", "embedding_size", "num_threads", "tp", "pp", "capabilities", "row_width", "most_short_tokens", "bit_exact_reason", "is_verified", "why_unverified", "model_type", "kv_groups", "row_numerics")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -356,6 +360,7 @@ class NodeDescription(_message.Message):
     WHY_UNVERIFIED_FIELD_NUMBER: _ClassVar[int]
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
     KV_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    ROW_NUMERICS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: str
     role: Role
@@ -390,7 +395,8 @@ class NodeDescription(_message.Message):
     why_unverified: str
     model_type: str
     kv_groups: int
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., numerics: _Optional[str] = ..., bit_exact: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., on_transfer_failure: _Optional[str] = ..., kv_layout: _Optional[str] = ..., block_bytes: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., link_protocol: _Optional[int] = ..., embedding_size: _Optional[int] = ..., num_threads: _Optional[int] = ..., tp: _Optional[int] = ..., pp: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., row_width: _Optional[int] = ..., most_short_tokens: _Optional[int] = ..., bit_exact_reason: _Optional[str] = ..., is_verified: _Optional[bool] = ..., why_unverified: _Optional[str] = ..., model_type: _Optional[str] = ..., kv_groups: _Optional[int] = ...) -> None: ...
+    row_numerics: str
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., numerics: _Optional[str] = ..., bit_exact: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., on_transfer_failure: _Optional[str] = ..., kv_layout: _Optional[str] = ..., block_bytes: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., link_protocol: _Optional[int] = ..., embedding_size: _Optional[int] = ..., num_threads: _Optional[int] = ..., tp: _Optional[int] = ..., pp: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., row_width: _Optional[int] = ..., most_short_tokens: _Optional[int] = ..., bit_exact_reason: _Optional[str] = ..., is_verified: _Optional[bool] = ..., why_unverified: _Optional[str] = ..., model_type: _Optional[str] = ..., kv_groups: _Optional[int] = ..., row_numerics: _Optional[str] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("deltas", "load", "kv_cache", "notice", "step", "next_token_ids", "next_places", "adapters")

@@ -209,11 +209,14 @@ class Attempt:
         )
 
     def _spec(self, leg: Leg) -> RequestSpec:
-        """The request; the node that computes its prompt hears who has rows of the contents."""
-        holders = dict(self.placement.holders) if self.placement and leg is not Leg.DECODE else {}
-        if not holders:
+        """The request; the node that computes its prompt hears who has rows of the contents, or makes them."""
+        if self.placement is None or leg is Leg.DECODE or not (self.placement.holders or self.placement.encoders):
             return self.request
-        contents = [replace(content, held_by=holders.get(content.digest)) for content in self.request.contents]
+        holders, encoders = dict(self.placement.holders), dict(self.placement.encoders)
+        contents = [
+            replace(content, held_by=holders.get(content.digest), encoded_by=encoders.get(content.digest))
+            for content in self.request.contents
+        ]
         return replace(self.request, contents=contents)
 
     def abort_sequence(self, leg: FlightLeg, index: int, takeover: int) -> list[FlightEffect]:

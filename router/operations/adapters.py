@@ -206,7 +206,7 @@ class ClusterAdapters:
         Begins when `num_nodes` nodes are attached, at least one if there are adapters. A name that the registry has
         keeps its adapter. An adapter that is refused is logged, and has no name.
         """
-        while modules and len(self._view.descriptions()) < max(1, num_nodes):
+        while modules and self._view.num_attached < max(1, num_nodes):
             await self._next_change(self._timers.monotonic() + CHECK_EVERY_S)
         for name, directory in modules.items():
             await self._name_from_start(name, directory)

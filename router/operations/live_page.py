@@ -36,7 +36,7 @@ def live_page_data(
     """
     over = list(ended)
     figures = {row.pop("incarnation"): row for row in history.routers()}
-    by_role = sorted(status.nodes, key=lambda node: (_ROLES.get(node.role, 3), node.name))
+    by_role = sorted(status.nodes, key=lambda node: (_ROLES.get(node.role, 4), node.name))
     nodes = [node for node in by_role if node.role != "router"]
     return {
         "cluster": status.cluster,
@@ -57,7 +57,7 @@ def live_page_data(
     }
 
 
-_ROLES = {"router": 0, "prefill": 1, "decode": 2}
+_ROLES = {"router": 0, "encode": 1, "prefill": 2, "decode": 3}
 
 
 def _router(status: NodeStatus, figures: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

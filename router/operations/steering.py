@@ -153,6 +153,8 @@ class Steering:
         else:
             raise InvalidRequest("role", f"{role[:40]!r} is none of prefill, decode")
         status, wanted = nodes[name], self._desired.role_of(name)
+        if status.role == "encode":
+            raise InvalidRequest("nodes", f"{name} has its model's encoder alone, and stays an encode node")
         if status.role == role and wanted in (None, role):
             return RoleSet(unchanged=True)
         await self.write(change)

@@ -71,6 +71,11 @@ class KnownNode:
         self.unreported.clear()
 
     @property
+    def runs_legs(self) -> bool:
+        """Whether it runs legs of requests, as all attached nodes do but encode nodes."""
+        return self.description is not None and self.description.role is not Role.ENCODE
+
+    @property
     def state(self) -> NodeState:
         if self.attached:
             if self.load.draining or self.record.state == "draining":
@@ -92,7 +97,7 @@ class KnownNode:
     def candidate(self, rules: RoomRules, *, is_left_out: bool = False) -> Candidate | None:
         """The node as one that can be given work; None if it takes none."""
         description, load = self.description, self.load
-        if description is None or self.state is not NodeState.READY:
+        if description is None or not self.runs_legs or self.state is not NodeState.READY:
             return None
         return Candidate(
             description,
@@ -109,7 +114,7 @@ class KnownNode:
     def limits(self, partners: Partners) -> str:
         """What a node that gets new requests can't do, or does not promise."""
         description = self.description
-        if description is None or self.version is None or not self.attached:
+        if description is None or self.version is None or not self.attached or not self.runs_legs:
             return ""
         if why_alone := disagreement(description, [*partners[self.version[1]].values()]):
             return why_alone

@@ -162,6 +162,8 @@ class Placement:
     """Contents of the prompt of which the node that computes it has no rows, by digest, each with a node that has."""
     held_prefix: HeldPrefix | None = None
     """From where the node that computes the prompt pulls its beginning; None: it computes what it has not cached."""
+    encoders: Sequence[tuple[str, Peer]] = ()
+    """Others of these contents, each with the encode node that makes rows of it."""
 
     @property
     def prompt_node(self) -> NodeDescription:

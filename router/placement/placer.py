@@ -20,6 +20,7 @@ from baton.messages.ids import Peer
 from baton.messages.kv_cache import KVFormat
 from baton.messages.node import HeldPrefix, NodeDescription, Outcome, RequestDelta, Role, StageTimings, StepReport
 from baton.messages.node_model import TRANSCRIBES, Capability
+from baton.messages.spans import EncoderContent
 from baton.observe.metrics import Distribution, Figure
 from router.admission.ledger import Standing
 from router.admission.request import ValidRequest
@@ -38,6 +39,7 @@ from router.placement.cost_model import (
 )
 from router.placement.cost_table import CostTable, RowMask
 from router.placement.decisions import Choice, Decision, DecisionLog, Explanation, MeasuredTimes, decision_of, regret_ms
+from router.placement.encoders import LoadedEncoder, encoder_for
 from router.placement.fleet_rates import FleetRates, UsualRates
 from router.placement.placement import (
     Candidate,
@@ -147,7 +149,8 @@ class Placer:
         """A node is attached; returns whether it must be asked for its cache (WatchKVCache)."""
         incarnation = description.incarnation
         self._attached[incarnation] = description
-        self._rates.attach(description)
+        if description.role is not Role.ENCODE:
+            self._rates.attach(description)
         if key_scheme_of(description) is None or not (self._predicts or description.can & _ENCODES):
             return False
         self._caches.watch(incarnation)
@@ -220,12 +223,14 @@ class Placer:
         *,
         with_room: bool = False,
         origin: Origin | None = None,
+        encoders: Sequence[LoadedEncoder] = (),
     ) -> Choice:
         """Choose nodes for an attempt; `placed` is called if it goes there.
 
         `waited_s`: since the request arrived. `with_room`: full nodes are left out, unless all of their role are full.
-        `origin`: where the stream began, if its client has tokens. All nodes of an attempt are of one version. Raises
-        NoCapacity with the reason if there is no node, InvalidRequest if none is large enough.
+        `origin`: where the stream began, if its client has tokens. `encoders`: the encode nodes that take work. All
+        nodes of an attempt are of one version. Raises NoCapacity with the reason if there is no node, InvalidRequest if
+        none is large enough.
         """
         demand = demand_of(request, origin)
         if self._predicts:
@@ -236,8 +241,8 @@ class Placer:
             choice = Choice(pick(candidates, demand, exclude), request, attempt, origin=origin)
         if not request.embeds:
             self._check_kind(choice.placement)
-        if request.contents and (holders := self._holders(request, choice.placement.prompt_node)):
-            choice = replace(choice, placement=replace(choice.placement, holders=holders))
+        if request.contents:
+            choice = replace(choice, placement=self._with_rows(choice.placement, request.contents, encoders))
         return choice
 
     def why_not_ready(self, candidates: Sequence[Candidate], model: str) -> str:
@@ -414,19 +419,31 @@ class Placer:
         has_target = level.token_ms < math.inf and not self._settings.require_disaggregation
         return has_target and not demand.embeds and demand.origin is None
 
-    def _holders(self, request: ValidRequest, node: NodeDescription) -> Sequence[tuple[str, Peer]]:
-        """The contents of which this node has no rows, each with the least loaded node that has and makes the same."""
-        holders: list[tuple[str, Peer]] = []
-        for content in request.contents:
+    def _with_rows(
+        self, placement: Placement, contents: Sequence[EncoderContent], encoders: Sequence[LoadedEncoder]
+    ) -> Placement:
+        """The placement with who has rows of the contents of which the node that computes the prompt has none.
+
+        An encode node that makes the same is named before others that have them, the least loaded of those before
+        another one. Of what nobody has it makes rows.
+        """
+        node = placement.prompt_node
+        able = [each for each in encoders if each.node.rows_decided_by == node.rows_decided_by]
+        held: list[tuple[str, Peer]] = []
+        made: list[tuple[str, Peer]] = []
+        for content in contents:
             having = self._caches.holders(content)
-            if not having or node.incarnation in having:
+            if node.incarnation in having:
                 continue
             others = (self._attached.get(incarnation) for incarnation in having)
-            able = [other for other in others if other is not None and other.makes_same_rows_as(node)]
-            if able:
-                least = min(able, key=lambda other: (self._num_live_on[other.incarnation], other.incarnation))
-                holders.append((content.digest, least.as_peer))
-        return holders
+            holders = [other for other in others if other and other.rows_decided_by == node.rows_decided_by]
+            encoder = encoder_for(content.digest, [each for each in able if each.node in holders] if holders else able)
+            if encoder is not None:
+                made.append((content.digest, encoder.as_peer))
+            elif holders:
+                least = min(holders, key=lambda other: (self._num_live_on[other.incarnation], other.incarnation))
+                held.append((content.digest, least.as_peer))
+        return replace(placement, holders=held, encoders=made) if held or made else placement
 
     def _costs(self, candidate: Candidate, now: float, prefills_only: bool) -> NodeCosts:
         incarnation = candidate.node.incarnation

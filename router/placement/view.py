@@ -18,6 +18,7 @@ from baton.messages.node_model import Capability, in_order
 from baton.messages.operator import NodeStatus
 from baton.registry import DesiredState, NodeRecord
 from router.listeners import Listeners
+from router.placement.encoders import LoadedEncoder
 from router.placement.known_node import KnownNode, NodeState, Partners
 from router.placement.placement import Candidate, Candidates, Demand, NodeSize, Origin, may_serve, size_of
 from router.placement.room import DEFAULT_RULES, Lack, RoomRules
@@ -133,7 +134,8 @@ class ClusterView:
         node.detail = node.notice = ""
         node.adapters, node.refused_adapters = frozenset(), {}
         node.forget_ours()
-        self._note_size(description, now)
+        if node.runs_legs:
+            self._note_size(description, now)
         node.load = LoadReport(total_blocks=description.num_blocks, free_blocks=description.num_blocks)
         node.others = 0
         self._candidate_changed(node)
@@ -184,7 +186,7 @@ class ClusterView:
     def adapter_refusals(self) -> Iterator[tuple[str, str, str]]:
         """For each attached node and each adapter that it refuses: its name, the digest and the reason."""
         for node in self._nodes.values():
-            if node.attached:
+            if node.attached and node.runs_legs:
                 for digest, reason in node.refused_adapters.items():
                     yield node.record.name, digest, reason
 
@@ -201,7 +203,9 @@ class ClusterView:
         if self._abilities is None:
             self._abilities = {}
             for incarnation, node in self._nodes.items():
-                if node.description is not None and incarnation not in left_out and node.state is NodeState.READY:
+                if node.description is None or not node.runs_legs:
+                    continue
+                if incarnation not in left_out and node.state is NodeState.READY:
                     self._abilities.setdefault(node.description.model, set()).add(node.description.can)
         return self._abilities.get(model, frozenset())
 
@@ -212,7 +216,7 @@ class ClusterView:
 
     def may_be_acknowledged(self, digest: str) -> bool:
         """Whether a node may acknowledge this adapter soon: it has not said so yet, or there is no node at present."""
-        nodes = [node for node in self._nodes.values() if node.attached]
+        nodes = [node for node in self._nodes.values() if node.attached and node.runs_legs]
         return not nodes or any(digest not in node.adapters and digest not in node.refused_adapters for node in nodes)
 
     def detached(self, incarnation: str, reason: str, now: float) -> None:
@@ -226,7 +230,7 @@ class ClusterView:
         self._candidate_changed(node)
         node.forget_ours()
         node.detail = reason
-        if node.description is not None:
+        if node.description is not None and node.runs_legs:
             self._note_size(node.description, now)
         if node.lost_at is None:
             node.lost_at = now
@@ -341,7 +345,7 @@ class ClusterView:
             # Requests that wait for a node may have one now.
             self._described = None
         if not self._is_left_out_known:
-            ready = [node for node in self._nodes.values() if node.state is NodeState.READY]
+            ready = [node for node in self._nodes.values() if node.runs_legs and node.state is NodeState.READY]
             is_mixed = len({node.version for node in ready}) > 1
             nodes = [
                 Registered(entry.description, entry.record.start_number)
@@ -392,11 +396,24 @@ class ClusterView:
         return "" if lack is None or (lack is Lack.TOKENS and not has_prompt) else lack.story
 
     def descriptions(self) -> tuple[NodeDescription, ...]:
-        """The descriptions of all attached nodes; the same tuple until one comes or goes."""
+        """The descriptions of all attached nodes that run legs; the same tuple until one comes or goes."""
         if self._described is None:
-            attached = (node for node in self._nodes.values() if node.attached)
+            attached = (node for node in self._nodes.values() if node.attached and node.runs_legs)
             self._described = tuple(node.description for node in attached if node.description is not None)
         return self._described
+
+    @property
+    def num_attached(self) -> int:
+        """Number of attached nodes, encode nodes included."""
+        return sum(node.attached for node in self._nodes.values())
+
+    def encoders(self) -> Sequence[LoadedEncoder]:
+        """The encode nodes that take work."""
+        return [
+            LoadedEncoder(node.description, node.load.running + node.load.waiting)
+            for node in self._nodes.values()
+            if node.description is not None and not node.runs_legs and node.state is NodeState.READY
+        ]
 
     def served_by(self) -> tuple[NodeDescription, ...]:
         """The descriptions of the attached nodes of the versions that get new requests, whether or not they take work.
@@ -428,7 +445,7 @@ class ClusterView:
         nodes = sorted(self._nodes.values(), key=lambda n: (n.record.name, n.record.started_at))
         partners: dict[str, dict[tuple[Role, KVFormat], NodeDescription]] = {}
         for node in self._nodes.values():
-            if node.attached and node.description is not None and node.version is not None:
+            if node.attached and node.runs_legs and node.description is not None and node.version is not None:
                 _, bits, kv_format = node.version
                 partners.setdefault(bits, {}).setdefault((node.description.role, kv_format), node.description)
         return tuple(self._status(node, wall, partners) for node in nodes)

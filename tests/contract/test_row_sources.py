@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,10 +16,17 @@ from baton.background import BackgroundWatch, current_watch
 from baton.clock import SystemClock
 from baton.engine.encoder_cache import EncoderInput
 from baton.engine.runner import ModelInfo
-from baton.errors import BackgroundFault, DeadlineExceeded
+from baton.errors import (
+    BackgroundFault,
+    BatonError,
+    DeadlineExceeded,
+    EngineFault,
+    InvalidRequest,
+    QueueFull,
+)
 from baton.messages.ids import Peer
 from baton.messages.node import NodeDescription
-from baton.messages.spans import EncoderContent
+from baton.messages.spans import EncoderContent, RowsRequest
 from baton.node.encoding import FetchPolicy, RowFetcher, RowSource
 from baton.runner import SimulatedSpec
 from baton.runner.simulated import SimulatedRunner
@@ -61,10 +69,12 @@ class Answers:
 class LongWait(FetchPolicy):
     """Gives each fetch all the time that it needs on a busy machine, and avoids nobody."""
 
-    def seconds_for(self, incarnation: str, num_rows: int, now: float) -> float | None:
+    def seconds_for(
+        self, incarnation: str, num_rows: int, now: float, *, makes: bool = False, tenant: str = ""
+    ) -> float | None:
         return 60.0
 
-    def failed(self, incarnation: str, now: float) -> None:
+    def failed(self, incarnation: str, now: float, tenant: str = "") -> None:
         return
 
 
@@ -232,8 +242,11 @@ async def test_more_bytes_than_the_rows_have_are_not_awaited() -> None:
 class Hurried(FetchPolicy):
     """Gives a fetch a moment."""
 
-    def seconds_for(self, incarnation: str, num_rows: int, now: float) -> float | None:
-        return None if super().seconds_for(incarnation, num_rows, now) is None else 0.2
+    def seconds_for(
+        self, incarnation: str, num_rows: int, now: float, *, makes: bool = False, tenant: str = ""
+    ) -> float | None:
+        seconds = super().seconds_for(incarnation, num_rows, now, makes=makes, tenant=tenant)
+        return None if seconds is None else 0.2
 
 
 async def test_a_node_that_hangs_is_given_up_and_not_asked_again() -> None:
@@ -258,6 +271,97 @@ async def test_so_many_fetches_at_a_time_and_no_more() -> None:
     await made.close()
     assert answers.all.empty()
     await server.stop(0.0)
+
+
+class Maker:
+    """A `RowMaker` that a test steers."""
+
+    def __init__(self, kept: dict[str, bytes]) -> None:
+        self.kept = kept
+        self.error: BatonError | None = None
+        """What it refuses every call with."""
+        self.hangs_for = ""
+        """The tenant for which it takes for ever."""
+        self.asked: list[RowsRequest] = []
+        self.num_open = 0
+
+    @asynccontextmanager
+    async def made(self, asked: RowsRequest) -> AsyncIterator[None]:
+        self.asked.append(asked)
+        self.num_open += 1
+        try:
+            if self.error is not None:
+                raise self.error
+            if asked.tenant == self.hangs_for != "":
+                await asyncio.Event().wait()
+            self.kept[asked.digest] = ROWS
+            yield
+        finally:
+            self.num_open -= 1
+
+
+def input_to_make(address: str, data: bytes = b"an image", tenant: str = "") -> EncoderInput:
+    peer = Peer(HOLDER.node_id, HOLDER.incarnation, address)
+    content = replace(EncoderContent.of(data), encoded_by=peer)
+    return EncoderInput(content, 3, 3 + NUM_ROWS, NUM_ROWS, tenant)
+
+
+@asynccontextmanager
+async def encode_node() -> AsyncIterator[tuple[Maker, str]]:
+    kept: dict[str, bytes] = {}
+    maker = Maker(kept)
+    rows = lambda digest: memoryview(kept[digest]) if digest in kept else None  # noqa: E731
+    server, where = await serve(EncoderRowsServicer(HOLDER, rows, 60.0, maker).add_to_server)
+    yield maker, where
+    await server.stop(0.0)
+
+
+async def test_an_encode_node_gets_the_input_and_gives_its_rows() -> None:
+    async with encode_node() as (maker, where):
+        made, answers = fetcher(), Answers()
+        made.fetch(input_to_make(where, tenant="t"), answers.done, answers.none)
+        assert await answers.all.get() == ROWS
+        (asked,) = maker.asked
+        assert (asked.content, asked.num_rows, asked.tenant) == (EncoderContent.of(b"an image"), NUM_ROWS, "t")
+        assert maker.num_open == 0
+        await made.close()
+
+
+@pytest.mark.parametrize("error", [QueueFull("full"), InvalidRequest("images", "bad"), EngineFault("broken")])
+async def test_an_encode_node_that_refuses_one_input_is_asked_for_others(error: BatonError) -> None:
+    async with encode_node() as (maker, where):
+        made, answers = fetcher(FetchPolicy()), Answers()
+        maker.error = error
+        made.fetch(input_to_make(where), answers.done, answers.none)
+        assert await answers.all.get() is None
+        maker.error = None
+        made.fetch(input_to_make(where, b"another"), answers.done, answers.none)
+        # What is wrong with the node itself is not tried again at once.
+        assert await answers.all.get() == (None if isinstance(error, EngineFault) else ROWS)
+        await made.close()
+
+
+class HurriedForTheFlood(FetchPolicy):
+    """Gives a fetch of one tenant a moment, and others all the time that they need on a busy machine."""
+
+    def seconds_for(
+        self, incarnation: str, num_rows: int, now: float, *, makes: bool = False, tenant: str = ""
+    ) -> float | None:
+        seconds = super().seconds_for(incarnation, num_rows, now, makes=makes, tenant=tenant)
+        return None if seconds is None else 0.2 if tenant == "flood" else 60.0
+
+
+async def test_an_encode_node_that_is_slow_for_one_tenant_is_asked_for_others() -> None:
+    async with encode_node() as (maker, where):
+        made, answers, others = fetcher(HurriedForTheFlood()), Answers(), Answers()
+        maker.hangs_for = "flood"
+        for _ in range(12):
+            made.fetch(input_to_make(where, tenant="flood"), answers.done, answers.none)
+        assert [await answers.all.get() for _ in range(12)] == [None] * 12
+        assert len(maker.asked) == 8
+        made.fetch(input_to_make(where, tenant="small"), others.done, others.none)
+        assert await others.all.get() == ROWS
+        await made.close()
 
 
 REQUEST = pb.ReadRowsRequest(

@@ -65,7 +65,8 @@ class RunningNode:
     async def _serve(self, config: NodeConfig, runner: ModelRunner, membership: Membership) -> None:
         role: Role | None = Role(config.role)
         while role is not None:
-            make_role = import_module(f"{role.value}_node.app").make_role
+            folder = "baton.encode" if role is Role.ENCODE else f"{role.value}_node"
+            make_role = import_module(f"{folder}.app").make_role
             self.node = Node(config.model_copy(update={"role": role.value}), runner, make_role, membership)
             await self.node.serve(self._on_ready, self.stop)
             role = self.stop.pop_next_role()
@@ -138,6 +139,7 @@ async def mini_cluster(
     *,
     prefill: int = 1,
     decode: int = 1,
+    encode: int = 0,
     token_ids_only: bool = False,
     router_settings: Mapping[str, object] = BOTH_KINDS,
     **node_settings: object,
@@ -149,7 +151,8 @@ async def mini_cluster(
     store = FakeRegistryStore()
     cluster = MiniCluster(store)
     async with AsyncExitStack() as stack:
-        names = [f"prefill-{i}" for i in range(prefill)] + [f"decode-{i}" for i in range(decode)]
+        names = [f"encode-{i}" for i in range(encode)]
+        names += [f"prefill-{i}" for i in range(prefill)] + [f"decode-{i}" for i in range(decode)]
 
         async def start_node(name: str) -> ModelRunner:
             runner = make_runner(name)

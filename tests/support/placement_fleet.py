@@ -118,7 +118,9 @@ class Fleet:
         base = ValidRequest(prompt, SamplingParams(max_tokens=64), request_id=f"r{self._number}", model=MODEL)
         request = replace(base, **fields)
         nodes = self.view.candidates()
-        return self.placer.choose(nodes, request, frozenset(), attempt, 0.0, self.now, origin=origin)
+        return self.placer.choose(
+            nodes, request, frozenset(), attempt, 0.0, self.now, origin=origin, encoders=self.view.encoders()
+        )
 
     def place(self, tokens: int | Sequence[int] = 1024, **fields: Any) -> Choice:
         """Choose nodes and place the request on them."""

@@ -14,6 +14,7 @@ from baton.messages.node import NodeDescription, Role
 from router.admission.request import ValidRequest
 from router.placement.cache_view import PromptKeys, prompt_keys_of
 from router.placement.decisions import Choice, DecisionLog
+from router.placement.encoders import LoadedEncoder
 from router.placement.placement import (
     Candidate,
     Origin,
@@ -125,6 +126,7 @@ class RandomPlacer(SimulatedPlacer):
         *,
         with_room: bool = False,
         origin: Origin | None = None,
+        encoders: Sequence[LoadedEncoder] = (),
     ) -> Choice:
         demand = demand_of(request, origin)
         able = fitting_nodes(only_with_room(candidates) if with_room else candidates, demand, exclude)

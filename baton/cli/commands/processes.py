@@ -98,6 +98,10 @@ def _role_maker(role: Role) -> RoleMaker:
         from prefill_node import app as prefill_app
 
         return prefill_app.make_role
+    if role is Role.ENCODE:
+        from baton.encode import app as encode_app
+
+        return encode_app.make_role
     from decode_node import app as decode_app
 
     return decode_app.make_role

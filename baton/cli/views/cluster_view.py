@@ -116,5 +116,5 @@ def _from_process(process: ProcessState, state: ClusterState | None) -> NodeStat
 
 
 def _order(node: NodeStatus) -> tuple[int, str]:
-    roles = ("prefill", "decode", "router")
+    roles = ("encode", "prefill", "decode", "router")
     return (roles.index(node.role) if node.role in roles else len(roles)), node.name

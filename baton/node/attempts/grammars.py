@@ -101,7 +101,7 @@ class GrammarCompiler:
 
 def load_compiler(config: NodeConfig, model: ModelInfo) -> GrammarCompiler:
     """Load the compiler for a node's model. It may take a second, so call it before the node serves."""
-    if config.runner != "torch":
+    if config.runner != "torch" or config.role == "encode":
         return GrammarCompiler(None, NO_GRAMMARS)
     try:
         grammars = Grammars.load(config.model, model.vocab_size, model.eos_token_ids)

@@ -46,8 +46,8 @@ def objection(submit: Submit, node: NodeDescription) -> str | None:
         return "prompt: is empty"
     if min(ids) < 0 or max(ids) >= vocab:
         return f"prompt: has a token id outside of [0, {vocab})"
-    if submit.leg is Leg.PREFILL and node.role is not Role.PREFILL:
-        return f"leg: a {node.role.value} node does not run prefill legs"
+    if node.role is Role.ENCODE or (submit.leg is Leg.PREFILL and node.role is not Role.PREFILL):
+        return f"leg: a {node.role.value} node does not run {submit.leg.value} legs"
     source, is_embed = submit.kv_source, submit.leg is Leg.EMBED
     needed = spec.pooling.needs if spec.pooling else Capability.EMBED if is_embed else Capability.GENERATE
     if needed not in node.can and (is_embed or not spec.contents):

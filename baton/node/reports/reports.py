@@ -68,6 +68,7 @@ def describe(
         why_unverified=model.why_unverified,
         model_type=model.model_type,
         kv_groups=len(layout.groups),
+        row_numerics=model.row_numerics,
     )
 
 

@@ -137,6 +137,10 @@ class TorchOperations:
     def numerics(self) -> str:
         return f"torch-4-rows-{self.rows_per_call}-threads-{self._num_threads}"
 
+    def product_numerics(self) -> str:
+        """A name for what decides the bits of products."""
+        return self.numerics()
+
     def program(self, dtype: torch.dtype) -> None:
         """Returns None: these operations have no programs."""
 

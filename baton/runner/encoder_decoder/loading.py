@@ -26,7 +26,14 @@ from baton.runner.execution.request_table import RequestState
 from baton.runner.model.weights import LoadedModel, load_model_for
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.self_check import DIFFERENT_IN_CHUNKS, TOO_SMALL, check_tokens, require_finite, why_missed
-from baton.runner.shared_by_loaders import model_info, named_errors, prepared_operations, refuse_settings, settle
+from baton.runner.shared_by_loaders import (
+    model_info,
+    named_errors,
+    prepared_operations,
+    refuse_settings,
+    row_numerics_of,
+    settle,
+)
 from baton.runner.spec import TorchSpec
 
 _CHUNKS = (40, 24, 3, 1, 1)
@@ -64,6 +71,7 @@ def load_encoder_decoder(spec: TorchSpec, operations: Operations | None = None) 
     info = replace(
         info,
         numerics=f"{info.numerics}/{inputs.numerics}",
+        row_numerics=f"{row_numerics_of(loaded.weights.treatment, chosen)}/{inputs.numerics}",
         embedding_size=decoder.embedding_size,
         row_width=decoder.row_width,
         capabilities=_capabilities(shape, decoder),

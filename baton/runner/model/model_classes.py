@@ -196,6 +196,20 @@ def with_text_alone(model_class: Any) -> Any:
     return derived_class(model_class, build)
 
 
+def with_image_part_alone(model_class: Any) -> Any:
+    """The class of an image model of which the decoder and the head are left out."""
+
+    def build(self: Any, config: Any, *arguments: Any, **named: Any) -> None:
+        model_class.__init__(self, config, *arguments, **named)
+        text = (self.get_decoder(), self.get_output_embeddings())
+        self.left_out = tuple(path for path, part in self.named_modules() if any(part is one for one in text))
+        for path in self.left_out:
+            self.set_submodule(path, LeftOut())
+        self.all_tied_weights_keys = {}
+
+    return derived_class(model_class, build)
+
+
 def _leave_out(model: Any) -> tuple[str, ...]:
     """Replace the other parts of a model that has no memory yet, and return their paths. Raises ConfigError."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()

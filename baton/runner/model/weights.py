@@ -24,6 +24,7 @@ from baton.runner.backends.operations import Operations
 from baton.runner.model.checkpoint import Checkpoint, check_numbers, open_checkpoint
 from baton.runner.model.mixtures.experts import EXPERTS_NAME
 from baton.runner.model.model_classes import (
+    ImagePart,
     attention_of,
     derived_class,
     divide_image_model,
@@ -35,6 +36,7 @@ from baton.runner.model.model_classes import (
     takes_images,
     text_part_of,
     with_head_renamed,
+    with_image_part_alone,
     without_left_out,
 )
 from baton.runner.model.stored.formats import format_of
@@ -182,13 +184,17 @@ def load_model(directory: Path, how: WeightSpec, device: torch.device = CPU) -> 
     config = read_config(checkpoint)
     model_class = model_class_of(checkpoint, config)
     check_numbers(checkpoint, config.get_text_config())
+    if how.image_part_alone:
+        if not takes_images(config):
+            raise ConfigError(f"{directory} is no model that takes images")
+        model_class = with_image_part_alone(model_class)
     try:
         with _ONE_AT_A_TIME, tensors_on_file(checkpoint.weight_files) as on_file:
             skeleton = _skeleton(model_class, config, DTYPES[dtype])
             tensors = without_left_out(skeleton, with_head_renamed(skeleton, on_file))
             num_layers = config.get_text_config().num_hidden_layers
-            if not 0 < num_layers <= len(tensors):
-                raise UnusableWeight(f"{num_layers} layers can't be made of {len(tensors)} tensors")
+            if not 0 < num_layers <= len(on_file):
+                raise UnusableWeight(f"{num_layers} layers can't be made of {len(on_file)} tensors")
             plan = _plan(skeleton, tensors, weight_format, how, device)
             _check_types(plan)
             _warn_of_lost_bits(plan, directory, dtype)
@@ -228,6 +234,8 @@ def load_model(directory: Path, how: WeightSpec, device: torch.device = CPU) -> 
             return replace(loaded, module=text_part_of(module), left_out=module.left_out)
     if not takes_images(config):
         return loaded
+    if how.image_part_alone:
+        return replace(loaded, image_part=ImagePart(module), left_out=module.left_out)
     text_part, image_part = divide_image_model(module)
     return replace(loaded, module=text_part, image_part=image_part)
 
@@ -294,7 +302,8 @@ def _plan(
     sizes = [*(stored.shape for stored in weights.values()), *(tensor.shape for tensor in plain.values())]
     check_size(skeleton, sizes)
     check_shapes(names, plain)
-    if how.quantization is not None:
+    # Of a model that takes images the text part alone is quantised.
+    if how.quantization is not None and not how.image_part_alone:
         chosen = weights_to_quantize(skeleton, names, _of_text(skeleton, names, plain), how.quantization)
         weights, experts, plain = chosen.weights, chosen.experts, _without(plain, chosen.tensors)
     dtypes = {tensor.dtype for tensor in plain.values()}

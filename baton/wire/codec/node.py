@@ -49,7 +49,7 @@ _TIERS: dict[Tier, node.KVCacheTier] = {
     "encoder": node.KV_CACHE_TIER_ENCODER,
 }
 _TIER_NAMES: dict[int, Tier] = {number: tier for tier, number in _TIERS.items()}
-_ROLES: Mapping[Role, node.Role] = enum_numbers((Role.PREFILL, Role.DECODE), node.Role.DESCRIPTOR)
+_ROLES: Mapping[Role, node.Role] = enum_numbers((Role.PREFILL, Role.DECODE, Role.ENCODE), node.Role.DESCRIPTOR)
 _ROLE_NAMES = {value: role for role, value in _ROLES.items()}
 _OUTCOMES = {None: node.OUTCOME_UNSPECIFIED} | enum_numbers(Outcome, node.Outcome.DESCRIPTOR)
 _OUTCOME_NAMES = {value: outcome for outcome, value in _OUTCOMES.items()}

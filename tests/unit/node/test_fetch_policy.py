@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.node.encoding import AVOID_S, FORGET_S, SHORTEST_S, UNKNOWN_S, FetchPolicy
+from baton.node.encoding import AVOID_S, FORGET_S, PATIENCE, SHORTEST_S, UNKNOWN_S, FetchPolicy
 
 
 def test_rows_are_fetched_while_nothing_is_known() -> None:
@@ -56,3 +56,15 @@ def test_what_is_kept_of_failed_nodes_is_bounded() -> None:
     assert sum(policy.seconds_for(f"n{number}", 1, 1.0) is None for number in range(1000)) == 64
     policy.failed("later", AVOID_S)
     assert policy.seconds_for("later", 1, AVOID_S) is None
+
+
+def test_an_encode_node_gets_more_time_than_the_encoder_here_and_is_avoided_for_one_tenant() -> None:
+    policy = FetchPolicy()
+    assert policy.seconds_for("e", 100, 0.0, makes=True) == UNKNOWN_S
+    policy.encoded(100, 0.5)
+    # It spares this node, so it need not be faster.
+    policy.fetched(100, 5.0, 0.0)
+    assert policy.seconds_for("e", 200, 0.0, makes=True) == PATIENCE * 1.0
+    policy.failed("e", 0.0, "flood")
+    assert policy.seconds_for("e", 200, 0.0, makes=True, tenant="flood") is None
+    assert policy.seconds_for("e", 200, 0.0, makes=True, tenant="other") is not None

@@ -300,18 +300,20 @@ def test_the_node_that_computes_the_prompt_hears_who_has_rows_of_its_images() ->
     images = [EncoderContent.of(text) for text in (b"a", b"b")]
     holder = Peer("p9", "p9.1", "127.0.0.1:9")
     pair = placed("p1", "d1").placement
-    for placement in (replace(pair, holders=[(images[1].digest, holder)]), replace(pair, prefill=None, holders=[])):
+    encoder = Peer("e9", "e9.1", "127.0.0.1:8")
+    named = replace(pair, holders=[(images[1].digest, holder)], encoders=[(images[0].digest, encoder)])
+    for placement in (named, replace(pair, prefill=None, holders=[])):
         flight = Flight(replace(request(), contents=images))
         flight.start()
         told = {
-            effect.submit.leg: [content.held_by for content in effect.submit.spec.contents]
+            effect.submit.leg: [(content.held_by, content.encoded_by) for content in effect.submit.spec.contents]
             for effect in flight.handle(Placed(placement))
             if isinstance(effect, SubmitLeg)
         }
         if placement.prefill is None:
-            assert told == {Leg.WHOLE: [None, None]}
+            assert told == {Leg.WHOLE: [(None, None)] * 2}
         else:
-            assert told == {Leg.PREFILL: [None, holder], Leg.DECODE: [None, None]}
+            assert told == {Leg.PREFILL: [(None, encoder), (holder, None)], Leg.DECODE: [(None, None)] * 2}
 
 
 EVENTS: dict[str, FlightEvent] = {

@@ -54,6 +54,10 @@ def helm_files(config: UpConfig, processes: Sequence[EmittedProcess], settings: 
         values["config"] = settings
     for role, replicas in (("router", config.routers), ("prefill", config.prefill), ("decode", config.decode)):
         values[role] = {"replicas": replicas} | _flags([process for process in processes if process.role == role])
+    if config.encode:
+        values["encode"] = {"replicas": config.encode} | _flags([each for each in processes if each.role == "encode"])
+        if config.device.startswith("cuda"):
+            values["encode"]["gpus"] = 1
     for role, hosts, stages in (
         ("prefill", config.prefill_hosts, config.prefill_pp or config.pp),
         ("decode", config.decode_hosts, config.decode_pp or config.pp),

@@ -22,7 +22,7 @@ class EmittedProcess:
 
     name: str
     role: str
-    """prefill, decode or router."""
+    """prefill, decode, encode or router."""
     command: str
     """node or router."""
     flags: Mapping[str, str]

@@ -10,6 +10,7 @@ from importlib.resources import files
 from baton.cli.cluster.emit.processes import EmittedProcess, shared_flags
 from baton.cli.cluster.supervisor.plan import flag_words
 from baton.config import UpConfig
+from baton.errors import UsageError
 
 FILE = "baton.sbatch"
 DRAIN_S = 20.0
@@ -17,7 +18,12 @@ DRAIN_S = 20.0
 
 
 def slurm_files(config: UpConfig, processes: Sequence[EmittedProcess], baton: str) -> dict[str, str]:
-    """The batch script by its name. `baton` is the path of the command on the hosts of the job."""
+    """The batch script by its name. `baton` is the path of the command on the hosts of the job.
+
+    Raises UsageError for a cluster with encode nodes.
+    """
+    if config.encode:
+        raise UsageError("the script for Slurm starts no encode nodes so far: leave --encode out, or emit other files")
     nodes = [process for process in processes if process.command == "node"]
     (router, *_) = (process for process in processes if process.command == "router")
     drain = {"--drain-s": f"{min(config.drain_s, DRAIN_S):g}"}

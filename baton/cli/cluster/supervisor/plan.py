@@ -29,7 +29,7 @@ class ChildSpec:
 
     name: str
     role: str
-    """redis, prefill, decode or router."""
+    """redis, prefill, decode, encode or router."""
     command: Sequence[str]
     environment: Mapping[str, str]
     """Variables to set in addition to the supervisor's environment."""
@@ -57,7 +57,8 @@ def plan_nodes(
     Each gets the settings that `config` has for its kind of process, and those that are its own. `forks`: whether nodes
     may be forked.
     """
-    names = [("prefill", index) for index in range(config.prefill)] + [("decode", n) for n in range(config.decode)]
+    counts = {"prefill": config.prefill, "decode": config.decode, "encode": config.encode}
+    names = [(role, index) for role, count in counts.items() for index in range(count)]
     node = node_planner(config, registry, cores, file, forks=forks)
     nodes = [node(role, index, number) for number, (role, index) in enumerate(names)]
     variables = _variables(config, registry)
@@ -72,7 +73,7 @@ def plan_nodes(
             keep_ports=("--grpc-port", "--operator-port", "--http-port"),
             # The cluster counts as ready when the routers have all nodes. A router that is started again must not wait
             # for a node that does not come back.
-            first_run={"--await-nodes": str(config.prefill + config.decode)},
+            first_run={"--await-nodes": str(config.num_nodes)},
         )
         for index in range(config.routers)
     ]
@@ -113,6 +114,10 @@ def _shared_flags(config: UpConfig, group: type[ClusterSettings], file: Path | N
 def _node_flags(config: UpConfig, role: str, index: int, number: int) -> dict[str, str]:
     """The settings of one node, the `index`-th of its role and the `number`-th of all."""
     own = {"--role": role, "--node-id": f"{role}-{index}", "--port": "0"}
+    metrics = _port("--metrics-port", config.metrics_port, number)
+    if role == "encode":
+        # One process, whatever computes the language model.
+        return _tls(config, "node") | own | {"--tp": "1", "--pp": "1"} | metrics
     prefills = role == "prefill"
     of_role = {
         "--tp": config.prefill_tp if prefills else config.decode_tp,
@@ -126,7 +131,7 @@ def _node_flags(config: UpConfig, role: str, index: int, number: int) -> dict[st
     if hosts > 1:
         of_role["--hosts"] = hosts
     own |= {flag: str(value) for flag, value in of_role.items() if value is not None}
-    return _tls(config, "node") | own | _port("--metrics-port", config.metrics_port, number)
+    return _tls(config, "node") | own | metrics
 
 
 def _router_flags(config: UpConfig, index: int) -> dict[str, str]:

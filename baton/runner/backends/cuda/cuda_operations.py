@@ -157,7 +157,10 @@ class CudaOperations(TorchOperations):
     def numerics(self) -> str:
         ways = "+".join(sorted(self.ways))
         norms = "torch" if self._norm is None else "triton"
-        return f"torch-4-{self.device_name.replace(' ', '-')}-rows-{self.rows_per_call}-{ways}-norms-{norms}"
+        return f"{self.product_numerics()}-{ways}-norms-{norms}"
+
+    def product_numerics(self) -> str:
+        return f"torch-4-{self.device_name.replace(' ', '-')}-rows-{self.rows_per_call}"
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
         norm = self._norm_for(x)

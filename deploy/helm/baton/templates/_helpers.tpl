@@ -20,6 +20,11 @@ app.kubernetes.io/part-of: baton
 helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- end }}
 
+{{- /* The roles of nodes that this release has, separated by blanks. */}}
+{{- define "baton.nodeRoles" -}}
+prefill decode{{ if or (gt (int .Values.encode.replicas) 0) .Values.encode.autoscaling.kind }} encode{{ end }}
+{{- end }}
+
 {{- /* Nobody starts a cluster that is open to its whole network without having said so. */}}
 {{- define "baton.checkProtection" -}}
 {{- /* A name of a Service has at most 63 characters, and a StatefulSet's, such as a LeaderWorkerSet makes, at most 52.
@@ -31,7 +36,7 @@ A node on several hosts has one of its own, with the node's number in its name. 
 {{- if not .Values.apiKeys.existingSecret }}{{ fail "apiKeys.existingSecret: name a secret with the file of `baton keys add`, or say insecure: true if this network is trusted" }}{{ end }}
 {{- end }}
 {{- if and (not .Values.redis.enabled) (not .Values.redis.url) (not .Values.redis.urlSecret.name) }}{{ fail "redis.url or redis.urlSecret: say where Redis is, or redis.enabled: true" }}{{ end }}
-{{- range $role := list "prefill" "decode" }}
+{{- range $role := splitList " " (include "baton.nodeRoles" $) }}
 {{- with (index $.Values $role).autoscaling }}
 {{- if .kind }}
 {{- if $.Values.scaler.enabled }}{{ fail (printf "%s.autoscaling.kind: with scaler.enabled routers change the number of nodes; leave one of them out" $role) }}{{ end }}
@@ -314,7 +319,7 @@ readinessProbe:
 
 {{- /* A pod that would be killed for its memory, or whose node would refuse to start, is not made. */}}
 {{- define "baton.checkRanks" -}}
-{{- range $role := list "prefill" "decode" }}
+{{- range $role := splitList " " (include "baton.nodeRoles" $) }}
 {{- $own := index $.Values $role }}
 {{- $flags := $own.flags | default dict }}
 {{- if $own.gpus }}
@@ -331,7 +336,8 @@ readinessProbe:
 {{- end }}
 
 {{- define "baton.checkHosts" -}}
-{{- range $role := list "prefill" "decode" }}
+{{- if gt (int .Values.encode.hosts) 1 }}{{ fail "encode.hosts: an encode node is one process; leave it out" }}{{ end }}
+{{- range $role := splitList " " (include "baton.nodeRoles" $) }}
 {{- $own := index $.Values $role }}
 {{- if gt (int $own.hosts) 1 }}
 {{- if eq $.Values.nodes.kind "Deployment" }}{{ fail (printf "%s.hosts: a Deployment does not start and stop the pods of a node together; set nodes.kind to LeaderWorkerSet or DisaggregatedSet" $role) }}{{ end }}
@@ -342,7 +348,7 @@ readinessProbe:
 
 {{- /* The pods of a node in a LeaderWorkerSet: one, or one for each of its hosts, of which the leader is the first. */}}
 {{- define "baton.nodePods" -}}
-{{- $hosts := int (index .root.Values .role).hosts -}}
+{{- $hosts := int ((index .root.Values .role).hosts | default 1) -}}
 size: {{ $hosts }}
 {{- if gt $hosts 1 }}
 {{- /* A node that has lost a host has ended, and so has one of which a pod is stopped: its first host drains, too. */}}

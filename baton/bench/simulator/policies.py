@@ -95,13 +95,22 @@ class SimulatedPlacer(Placer):
         *,
         with_room: bool = False,
         origin: Origin | None = None,
+        encoders: Sequence[LoadedEncoder] = (),
     ) -> Choice:
         moving = self._moving.pop(request.request_id, None)
         able = [] if moving is None else fitting_nodes(candidates, demand_of(request, origin), exclude)
         decodes = [one for one in able if one.node.role is Role.DECODE and not takes_no_stream(one)]
         if moving is None or not decodes:
             return super().choose(
-                candidates, request, exclude, attempt, waited_s, now, with_room=with_room, origin=origin
+                candidates,
+                request,
+                exclude,
+                attempt,
+                waited_s,
+                now,
+                with_room=with_room,
+                origin=origin,
+                encoders=encoders,
             )
         sink = min(decodes, key=lambda one: (one.context_tokens, one.load, one.node.incarnation)).node
         self._fetches[request.request_id] = Fetch(moving[0], sink.incarnation, moving[1])

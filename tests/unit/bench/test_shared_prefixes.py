@@ -92,7 +92,8 @@ class Cluster:
     def __init__(self, policy: Policy, cache_blocks: int) -> None:
         self.now = 0.0
         self.first_token_ms: list[float] = []
-        self._placer, self._view = Placer(PlacementSettings(policy, alone_tokens=0)), ClusterView()
+        # These nodes don't pull: it is caches alone that decide.
+        self._placer, self._view = Placer(PlacementSettings(policy, alone_tokens=0, pulls="off")), ClusterView()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
         self._decodes: dict[str, Node] = {}

@@ -151,7 +151,9 @@ class Placer:
         self._attached[incarnation] = description
         if description.role is not Role.ENCODE:
             self._rates.attach(description)
-        if key_scheme_of(description) is None or not (self._predicts or description.can & _ENCODES):
+        # An encode node has no KV cache, but rows.
+        has_keys = self._predicts and key_scheme_of(description) is not None
+        if not (has_keys or description.can & _ENCODES):
             return False
         self._caches.watch(incarnation)
         return True

@@ -196,11 +196,6 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
 }
 """By the type, and behind a plus what is special about this model of it."""
 
-WITHOUT_PROGRAM = {
-    "jetmoe",  # experts of attention
-}
-"""Types, or rows, whose layers are computed in more than one call of a step."""
-
 
 def load(directory: Path, dtype: str) -> TorchModelRunner:
     spec = TorchSpec(directory, dtype=dtype, block_size=BLOCK_SIZE, num_blocks=224, host_cache_bytes=1 << 22)
@@ -256,9 +251,9 @@ def test_drawn_tokens_depend_on_the_request_alone(row: str, in_bfloat16: TorchMo
 
 
 def test_the_loop_is_the_fastest_that_the_type_can_have(row: str, in_bfloat16: TorchModelRunner) -> None:
-    transformer, names = in_bfloat16._transformer, {row, row.partition("+")[0]}
+    transformer = in_bfloat16._transformer
     assert transformer.has_own_loop, transformer.why_no_own_loop
-    assert (transformer.why_no_programs == "") == names.isdisjoint(WITHOUT_PROGRAM), transformer.why_no_programs
+    assert transformer.why_no_programs == ""
 
 
 SOME = list(ROWS) if ALL else ["deepseek_v2"]

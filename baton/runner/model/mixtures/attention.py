@@ -21,6 +21,7 @@ from baton.runner.model.fused.attention import CalledAsAttention
 from baton.runner.model.fused.rotation import Rotation
 from baton.runner.model.mixtures.chosen import ChosenProduct
 from baton.runner.model.mixtures.separate import DOWN, ROUTER, UP
+from baton.runner.model.mixtures.stacked import stacked_weights
 from baton.runner.model.probe_attention import EchoAttention
 from baton.runner.model.stored.layers import weight_of
 
@@ -195,8 +196,7 @@ def _parts_of(child: nn.Module) -> _Parts | None:
     inner = dict(experts.named_children())
     if set(inner) != {UP, DOWN, ROUTER} or getattr(experts, "bias", None) is None:
         return None
-    stacked = (getattr(inner[name], "weight", None) for name in (UP, DOWN))
-    if not all(isinstance(weight, nn.Parameter) and weight.dim() == 3 for weight in stacked):
+    if any(stacked_weights(inner[name], "weight") is None for name in (UP, DOWN)):
         return None
     router = getattr(inner[ROUTER], "layer", None)
     return _Parts(path, experts, router, kv) if isinstance(router, nn.Linear) else None

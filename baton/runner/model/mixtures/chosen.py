@@ -14,16 +14,20 @@ from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.routing import SharedRows
+from baton.runner.model.stored.layers import ExpertsOnFile, held_experts, hold_experts, read_packed, take_experts
 
 
 class ChosenProduct(nn.Module):
-    """The products of rows and the weights of experts. Until `pack` is called, torch multiplies the plain weights."""
+    """The products of rows and the weights of experts. Until `pack` is called, torch multiplies the plain numbers."""
 
-    def __init__(self, operations: Operations, weights: torch.Tensor) -> None:
+    def __init__(self, operations: Operations, weights: torch.Tensor | ExpertsOnFile) -> None:
         """`weights` [experts, N, K]; they are not copied."""
         super().__init__()
         self._operations = operations
-        self.weight = nn.Parameter(weights.detach(), requires_grad=False)
+        if isinstance(weights, ExpertsOnFile):
+            hold_experts(self, {"weight": weights.experts})
+        else:
+            self.weight = nn.Parameter(weights.detach(), requires_grad=False)
         _, self._n, self._k = weights.shape
         self._packed: Sequence[Any] = ()
         self._choice: Any = None
@@ -31,9 +35,12 @@ class ChosenProduct(nn.Module):
 
     def pack(self, release: Callable[[nn.Module], None]) -> None:
         """Pack the weights, and forget the plain ones; `release` is called before."""
-        self._packed = [self._operations.pack(weight) for weight in self.weight.detach()]
-        release(self)
-        del self.weight
+        if held := take_experts(self):
+            self._packed = [self._operations.pack(*map(read_packed, stored)) for stored in held["weight"]]
+        else:
+            self._packed = [self._operations.pack(weight) for weight in self.weight.detach()]
+            release(self)
+            del self.weight
         self._choice = self._operations.pack_choice(self._packed)
 
     def rows(
@@ -59,7 +66,9 @@ class ChosenProduct(nn.Module):
 
     def _product(self, rows: torch.Tensor, expert: int) -> torch.Tensor:
         if not self._packed:
-            return functional.linear(rows, self.weight[expert])
+            held = held_experts(self).get("weight")
+            weights: Any = self.weight if held is None else ExpertsOnFile(held)
+            return functional.linear(rows, weights[expert])
         return self._operations.linear(rows, self._packed[expert])
 
     def record(

@@ -262,14 +262,19 @@ OF_EACH_KIND = list(ROWS) if ALL else [*SOME, "qwen3_5_text", "olmo2"]
 """The rows that are tried in ranks and stages: `SOME`, one with states, and one whose layers begin with attention."""
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=["ranks", "stages"])
-@pytest.mark.parametrize("row", OF_EACH_KIND)
-def test_divided_models_give_the_bits_of_one_process(tmp_path: Path, row: str, shape: tuple[int, int]) -> None:
+SHAPES = {"ranks": (2, 1), "stages": (1, 2)}
+DIVIDED = [(row, shape) for row in OF_EACH_KIND for shape in SHAPES]
+if not ALL:
+    DIVIDED.append(("longcat_flash", "stages"))  # parts of two layers each
+
+
+@pytest.mark.parametrize(("row", "shape"), DIVIDED)
+def test_divided_models_give_the_bits_of_one_process(tmp_path: Path, row: str, shape: str) -> None:
     write_varied_model(tmp_path, ROWS[row], seed=5)
     with loaded(tmp_path, ALONE, dtype="bfloat16", num_blocks=224) as runner:
         expected = in_chunks(runner, prompts(row), DRAWN, 40)
     try:
-        with loaded(tmp_path, shape, dtype="bfloat16", num_blocks=224) as runner:
+        with loaded(tmp_path, SHAPES[shape], dtype="bfloat16", num_blocks=224) as runner:
             found = in_chunks(runner, prompts(row), DRAWN, 40)
     except ConfigError as error:
         if not ALL:

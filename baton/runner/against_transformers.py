@@ -28,7 +28,7 @@ from baton.runner.model.mixtures.experts import EXPERTS_NAME
 from baton.runner.model.model_classes import first_line
 from baton.runner.model.stored.layers import StoredLinear, experts_on_file, held_experts, read_once
 from baton.runner.model.stored.mapped_files import MappedFiles
-from baton.runner.model.stored.plan import is_experts
+from baton.runner.model.stored.plan import expert_parameters
 from baton.runner.model.stored.weight import UnusableWeight
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import LoadedModel
@@ -89,7 +89,7 @@ class TransformersLogits:
         if keeps_weights:
             read_once(loaded.module)
         tokens = tuple(check_tokens(min(_NUM_TOKENS, loaded.max_model_len), config.vocab_size))
-        is_mixture = any(map(is_experts, loaded.module.modules()))
+        is_mixture = any(expert_parameters(part) or held_experts(part) for part in loaded.module.modules())
         noise = _FP8_NOISE if cache_dtype == "fp8" else _NOISE
         failure, logits = "", None
         try:
@@ -256,6 +256,5 @@ def _as_transformers_has_it(loaded: LoadedModel) -> Iterator[None]:
             if isinstance(part, StoredLinear):
                 part.forgets = True
                 stack.callback(setattr, part, "forgets", False)
-            elif held_experts(part):
-                stack.enter_context(experts_on_file(part))
+        stack.enter_context(experts_on_file(module))
         yield

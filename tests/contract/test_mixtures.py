@@ -161,6 +161,30 @@ def test_a_mixture_has_the_bits_of_its_experts(dtype: torch.dtype, kind: str, of
     assert operations.mix_experts(x[:0], chosen[:0], of_rows[:0], mixture).shape == (0, k)
 
 
+@needs_kernels
+@pytest.mark.parametrize("kind", ["plain", "8", "4", "float8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_chosen_products_have_the_bits_of_each(dtype: torch.dtype, kind: str) -> None:
+    operations, experts, k, n = CompiledOperations(3, ""), 6, 64, 96
+    packed = [operations.pack(narrowed(randn(n, k, seed=each, dtype=dtype), kind)) for each in range(experts)]
+    choice: Any = operations.pack_choice(packed)
+    for num_rows in (1, 7, 150):
+        # One expert has many rows, another has none, and one number is no expert's.
+        chosen = (torch.rand(num_rows, 3, generator=torch.Generator().manual_seed(1)) ** 2 * (experts + 1)).int()
+        weights, shared = randn(num_rows, 3, seed=2), SharedRows(randn(1, n, seed=4, dtype=dtype))
+        places = torch.arange(num_rows * 3, dtype=torch.int32).view(num_rows, 3).where(chosen < experts, -1)
+        for width in (k, 3 * k):
+            x = randn(num_rows, width, seed=9, dtype=dtype)
+            outs = torch.zeros(num_rows * 3, n, dtype=dtype)
+            for place, expert in enumerate(chosen.flatten().tolist()):
+                row = x.view(num_rows, -1, k)[place // 3, place % (width // k)]
+                if expert < experts:
+                    outs[place] = operations.linear(row[None], packed[expert])
+            assert torch.equal(operations.multiply_chosen(x, chosen, choice), outs.view(num_rows, -1))
+            expected = operations.sum_experts(outs, places, weights, 1.0, shared)
+            assert torch.equal(operations.multiply_chosen(x, chosen, choice, weights, shared), expected)
+
+
 def test_clamped_gates_equal_those_in_float64(operations: Any) -> None:
     gate = ClampedGate(limit=2.0, alpha=1.7)
     for dtype, near in ((torch.float32, 1e-6), (torch.bfloat16, 2**-8)):
@@ -204,6 +228,12 @@ def test_what_does_not_fit_is_refused() -> None:
         given: dict[str, Any] = {"x": x, "chosen": chosen, "weights": weights, **changed}
         with pytest.raises(KernelArgumentError):
             operations.mix_experts(given["x"], given["chosen"], given["weights"], mixture)
+    assert operations.pack_choice([gated]) is None
+    choice: Any = operations.pack_choice([plain])
+    for changed in ({"x": x[:, :32].contiguous()}, {"x": x.bfloat16()}, {"chosen": chosen[:2]}, {"weights": weights.T}):
+        given = {"x": x, "chosen": chosen, "weights": weights, **changed}
+        with pytest.raises(KernelArgumentError):
+            operations.multiply_chosen(given["x"], given["chosen"], choice, given["weights"])
     with pytest.raises(KernelArgumentError, match="places"):
         operations.sum_experts(x, chosen + 3, weights)
     with pytest.raises(KernelArgumentError, match="not of 24"):

@@ -196,11 +196,6 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
 }
 """By the type, and behind a plus what is special about this model of it."""
 
-WITHOUT_PROGRAM = {
-    "jetmoe",  # experts of attention
-}
-"""Types, or rows, whose layers are computed in more than one call of a step."""
-
 
 def load(directory: Path, dtype: str) -> TorchModelRunner:
     spec = TorchSpec(directory, dtype=dtype, block_size=BLOCK_SIZE, num_blocks=224, host_cache_bytes=1 << 22)
@@ -256,9 +251,9 @@ def test_drawn_tokens_depend_on_the_request_alone(row: str, in_bfloat16: TorchMo
 
 
 def test_the_loop_is_the_fastest_that_the_type_can_have(row: str, in_bfloat16: TorchModelRunner) -> None:
-    transformer, names = in_bfloat16._transformer, {row, row.partition("+")[0]}
+    transformer = in_bfloat16._transformer
     assert transformer.has_own_loop, transformer.why_no_own_loop
-    assert (transformer.why_no_programs == "") == names.isdisjoint(WITHOUT_PROGRAM), transformer.why_no_programs
+    assert transformer.why_no_programs == ""
 
 
 SOME = list(ROWS) if ALL else ["deepseek_v2"]
@@ -267,14 +262,19 @@ OF_EACH_KIND = list(ROWS) if ALL else [*SOME, "qwen3_5_text", "olmo2"]
 """The rows that are tried in ranks and stages: `SOME`, one with states, and one whose layers begin with attention."""
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=["ranks", "stages"])
-@pytest.mark.parametrize("row", OF_EACH_KIND)
-def test_divided_models_give_the_bits_of_one_process(tmp_path: Path, row: str, shape: tuple[int, int]) -> None:
+SHAPES = {"ranks": (2, 1), "stages": (1, 2)}
+DIVIDED = [(row, shape) for row in OF_EACH_KIND for shape in SHAPES]
+if not ALL:
+    DIVIDED.append(("longcat_flash", "stages"))  # parts of two layers each
+
+
+@pytest.mark.parametrize(("row", "shape"), DIVIDED)
+def test_divided_models_give_the_bits_of_one_process(tmp_path: Path, row: str, shape: str) -> None:
     write_varied_model(tmp_path, ROWS[row], seed=5)
     with loaded(tmp_path, ALONE, dtype="bfloat16", num_blocks=224) as runner:
         expected = in_chunks(runner, prompts(row), DRAWN, 40)
     try:
-        with loaded(tmp_path, shape, dtype="bfloat16", num_blocks=224) as runner:
+        with loaded(tmp_path, SHAPES[shape], dtype="bfloat16", num_blocks=224) as runner:
             found = in_chunks(runner, prompts(row), DRAWN, 40)
     except ConfigError as error:
         if not ALL:

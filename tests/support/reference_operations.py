@@ -148,6 +148,10 @@ def pack_mixture(*_: Any) -> None:
     return None
 
 
+def pack_choice(*_: Any) -> None:
+    return None
+
+
 def clamped_gate(rows: torch.Tensor, gate: ClampedGate) -> torch.Tensor:
     return torch.cat([gate.of(row) for row in torch.split(rows, 1)])
 
@@ -158,6 +162,10 @@ def route(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.T
 
 
 def mix_experts(*_arguments: Any, **_named: Any) -> torch.Tensor:
+    raise NotImplementedError("experts are multiplied one by one")
+
+
+def multiply_chosen(*_arguments: Any, **_named: Any) -> torch.Tensor:
     raise NotImplementedError("experts are multiplied one by one")
 
 

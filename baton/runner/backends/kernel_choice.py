@@ -9,7 +9,14 @@ import torch
 
 from baton.runner.backends.attention_call import AttentionCall
 from baton.runner.backends.cpu import kernels
-from baton.runner.backends.cpu.kernels import KernelArgumentError, Packed, PackedHeads, PackedMixture, Program
+from baton.runner.backends.cpu.kernels import (
+    KernelArgumentError,
+    Packed,
+    PackedChoice,
+    PackedHeads,
+    PackedMixture,
+    Program,
+)
 from baton.runner.backends.cpu.kernels.product import Activation, Ungated
 from baton.runner.backends.cpu.kernels.rows import NO_LIMITS, GateActivation, GateFunction, Limits, RowActivation
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
@@ -99,6 +106,12 @@ class CompiledOperations:
         except KernelArgumentError:
             return None
 
+    def pack_choice(self, weights: Sequence[Packed]) -> PackedChoice | None:
+        try:
+            return PackedChoice(weights)
+        except KernelArgumentError:
+            return None
+
     def route(self, logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
         return kernels.route(logits, routing, threads=self.num_threads)
 
@@ -112,6 +125,16 @@ class CompiledOperations:
         shared: SharedRows | None = None,
     ) -> torch.Tensor:
         return kernels.mix_experts(x, chosen, weights, mixture, factor, shared, threads=self.num_threads)
+
+    def multiply_chosen(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        choice: PackedChoice,
+        weights: torch.Tensor | None = None,
+        shared: SharedRows | None = None,
+    ) -> torch.Tensor:
+        return kernels.multiply_chosen(x, chosen, choice, weights, shared, threads=self.num_threads)
 
     def clamped_gate(self, rows: torch.Tensor, gate: ClampedGate) -> torch.Tensor:
         return kernels.clamped_gate(rows, gate, threads=self.num_threads)

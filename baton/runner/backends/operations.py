@@ -140,6 +140,13 @@ class Operations(Protocol):
         """
         ...
 
+    def pack_choice(self, weights: Sequence[Any]) -> Any:
+        """Prepare the packed weights [N, K] of experts with a single product for `multiply_chosen`; they are kept.
+
+        None for weights that can only be multiplied one by one.
+        """
+        ...
+
     def clamped_gate(self, rows: torch.Tensor, gate: ClampedGate) -> torch.Tensor:
         """The gate of rows [T, 2 N], contiguous: [T, N], computed in float32 and rounded once."""
         ...
@@ -161,6 +168,21 @@ class Operations(Protocol):
 
         The bits are those of `gated_linear` and `linear` with each expert, and of `sum_experts`. An expert beyond those
         of the mixture computes nothing, or what its kind says.
+        """
+        ...
+
+    def multiply_chosen(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        choice: Any,
+        weights: torch.Tensor | None = None,
+        shared: SharedRows | None = None,
+    ) -> torch.Tensor:
+        """The products of rows and the weights that each has chosen (int32 [T, most]), side by side: [T, most * N].
+
+        x [T, K] is multiplied with all of them, or of x [T, most * K] each piece with its own. With `weights` they are
+        summed instead: [T, N]. The bits are those of `linear` with each weight, and of `sum_experts`.
         """
         ...
 

@@ -46,7 +46,7 @@ def block_of(group: int) -> int:
 
 def quantize_rows(x: torch.Tensor, block: int) -> QuantizedRows:
     """Quantise x [m, k]: scale = max|x| / 127 of a block, codes = x / scale, rounded half to even."""
-    blocks = x.float().view(x.shape[0], -1, block)
+    blocks = x.float().view(x.shape[0], x.shape[1] // block, block)
     largest = blocks.abs().amax(dim=-1)
     scales = torch.where(largest.isfinite(), largest / 127.0, torch.nan)
     codes = torch.round(blocks / scales[..., None])

@@ -194,6 +194,14 @@ class ShardedOperations:
         """Never called, since `pack_mixture` gives nothing."""
         raise NotImplementedError("ranks compute experts one by one")
 
+    def pack_choice(self, *_: Any) -> None:
+        """None: ranks exchange columns behind each product."""
+        return
+
+    def multiply_chosen(self, *_arguments: Any, **_named: Any) -> torch.Tensor:
+        """Never called, since `pack_choice` gives nothing."""
+        raise NotImplementedError("ranks compute experts one by one")
+
     def adapt(self, weight: Any, terms: Sequence[LowRank], dtype: torch.dtype) -> Any:
         """Never called: models in several ranks refuse adapters (`TorchModelRunner.adapters`)."""
         raise NotImplementedError("a model in several ranks computes no adapters")

@@ -13,12 +13,12 @@ import torch
 from baton.runner.backends.cpu.kernels import Program
 from baton.runner.backends.operations import Operations
 
-_AT_LOAD = frozenset({"numerics", "pack", "pack_gated", "pack_heads", "pack_mixture", "adapt"})
+_AT_LOAD = frozenset({"numerics", "pack", "pack_gated", "pack_heads", "pack_mixture", "pack_choice", "adapt"})
 """Operations that are called while a model is loaded, and never in a step."""
 
 _ATTENTION = frozenset({"paged_attention", "select_keys", "store_kv", "convolve", "recur"})
 
-_PRODUCTS = frozenset({"linear", "gated_linear", "linear_of_heads", "mix_experts"})
+_PRODUCTS = frozenset({"linear", "gated_linear", "linear_of_heads", "mix_experts", "multiply_chosen"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,6 +229,9 @@ class TorchOperations:
     def pack_mixture(self, *_: Any) -> None:
         """None: experts are multiplied one by one."""
 
+    def pack_choice(self, *_: Any) -> None:
+        """None: experts are multiplied one by one."""
+
     def clamped_gate(self, rows: torch.Tensor, gate: ClampedGate) -> torch.Tensor:
         return gate.of(rows)
 
@@ -240,6 +243,10 @@ class TorchOperations:
 
     def mix_experts(self, *_arguments: Any, **_named: Any) -> torch.Tensor:
         """Never called, since `pack_mixture` gives nothing."""
+        raise NotImplementedError("torch multiplies experts one by one")
+
+    def multiply_chosen(self, *_arguments: Any, **_named: Any) -> torch.Tensor:
+        """Never called, since `pack_choice` gives nothing."""
         raise NotImplementedError("torch multiplies experts one by one")
 
     def sum_experts(

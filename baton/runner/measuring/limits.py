@@ -154,6 +154,9 @@ class UnpaddedOperations:
     def pack_mixture(self, *_: Any) -> None:
         """None: experts are multiplied one by one."""
 
+    def pack_choice(self, *_: Any) -> None:
+        """None, as `pack_mixture`."""
+
     def take_rows(self, weight: torch.Tensor, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         return weight[index]
 

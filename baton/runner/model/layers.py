@@ -1,9 +1,9 @@
 """Replaces every product of a model by a row-invariant one: a row's bits don't depend on how many rows there are.
 
 There are three kinds of products: linear layers (modules, which are replaced), experts (fused three-dimensional
-parameters, which are computed through transformers' ExpertsInterface: mixtures/experts.py), and weights that a module
-multiplies itself with `F.linear` (a mixture's router), which become tensors that intercept the call. `ProductWatch`
-finds products that were missed.
+parameters, which are computed through transformers' ExpertsInterface: mixtures/experts.py, or rows choose some of them:
+mixtures/chosen.py), and weights that a module multiplies itself with `F.linear` (a mixture's router), which become
+tensors that intercept the call. `ProductWatch` finds products that were missed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from baton.runner.backends.device import CPU
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import Weight
 from baton.runner.model.comparison import children_of
+from baton.runner.model.mixtures.chosen import ChosenProduct
 from baton.runner.model.mixtures.experts import PackedExperts
-from baton.runner.model.stored.absent_weight import AbsentWeight, of_products, without_numbers
+from baton.runner.model.stored.absent_weight import AbsentWeight, of_products
 from baton.runner.model.stored.layers import StoredEmbedding, StoredLinear, look_rows_up_in, read_packed, take_weight
 from baton.runner.model.stored.plan import is_experts, is_linear
 
@@ -192,46 +193,6 @@ class InterceptedWeight(torch.Tensor):
             return out
 
 
-class StackedWeights(torch.Tensor):
-    """The weights [experts, N, K] of a module that passes them to `F.linear` one by one: these run Baton's products.
-
-    The first one packs them, and from then on there are no plain numbers. Until then it is a tensor as any other, since
-    a parameter of three dimensions may be something else.
-    """
-
-    packed: Sequence[PackedLinear] | None
-    """A layer for each; None: no call has asked for one."""
-    operations: Operations
-
-    @staticmethod
-    def of(weights: torch.Tensor, operations: Operations) -> StackedWeights:
-        stacked = weights.detach().clone().as_subclass(StackedWeights)
-        stacked.packed, stacked.operations = None, operations
-        return stacked
-
-    def _layers(self) -> Sequence[PackedLinear]:
-        if self.packed is None:
-            plain = self.as_subclass(torch.Tensor)
-            self.packed = [PackedLinear(self.operations, weight, None, weight.dtype) for weight in plain]
-            self.data = plain.new_empty(()).expand(plain.shape)
-        return self.packed
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.Tensor.__getitem__ and isinstance(args[1], int) and args[0].dim() == 3:
-                return args[0]._layers()[args[1]].weight
-            if any(isinstance(arg, StackedWeights) and arg.packed is not None for arg in args):
-                return without_numbers(func, args, kwargs)
-            return func(*args, **(kwargs or {}))
-
-
 def head_of(module: Any) -> nn.Module | None:
     """The module that computes a causal language model's logits; None for a model without one."""
     head = module.get_output_embeddings()
@@ -284,6 +245,9 @@ def replace_products(
             object.__setattr__(part, "baton_experts", PackedExperts(operations, part, row_quantum, release))
             release(part)
             continue
+        if isinstance(part, ChosenProduct):
+            part.pack(release)
+            continue
         held: dict[str, AdaptableProduct | None] = {}
         for name, parameter in list(part.named_parameters(recurse=False)):
             held[name] = None
@@ -294,9 +258,6 @@ def replace_products(
                 if name == "weight":  # of a router, which a mixture may multiply
                     object.__setattr__(part, "product_in", weight.product_in)
                 held[name] = weight.adaptable
-            elif parameter.dim() == 3 and not isinstance(part, nn.Conv1d):
-                delattr(part, name)
-                object.__setattr__(part, name, StackedWeights.of(parameter, operations))
         if any(held.values()):
             hold_parameters(part, held)
     # The other parameters (embeddings, norms) are in the mapped file; copies let its pages be unmapped.

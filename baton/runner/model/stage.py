@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -264,11 +264,13 @@ class StageModule:
         if stage.count == 1:
             return
         layers = layers_of(module, num_layers)
-        for index in range(num_layers):
-            if index not in self.own_layers:
+        own, each = stage.layers(len(layers)), num_layers // len(layers)
+        self.own_layers = range(own.start * each, own.stop * each)
+        for index in range(len(layers)):
+            if index not in own:
                 layers[index] = OtherLayer(layers[index])
         width = _width_of(module.get_input_embeddings())
-        before, behind = self.own_layers.start - 1, self.own_layers.stop
+        before, behind = own.start - 1, own.stop
         if not stage.is_first:
             module.set_input_embeddings(NoEmbedding(width, dtype))
             self._received = layers[before] = ReceivedRows(layers[before])
@@ -306,15 +308,11 @@ def _width_of(embedding: nn.Module) -> int:
 
 
 def layers_of(module: nn.Module, num_layers: int) -> nn.ModuleList:
-    """The list of the module's layers: the one whose i-th part has all attention with the layer index i.
-
-    Parts may stand for layers of other stages. Raises UnsupportedAttention for a module without such a list.
-    """
-    found = (part for part in module.modules() if _is_list_of_layers(part, num_layers))
-    layers = next(found, None)
+    """As `looped_parts_of`. Raises UnsupportedAttention for a module without such a list."""
+    layers = looped_parts_of(module, num_layers)
     if layers is None:
         raise UnsupportedAttention(
-            f"{type(module).__name__} has no list of its layers with one attention each, so they can't be divided in "
+            f"{type(module).__name__} has no list of its layers with attention each, so they can't be divided in "
             "stages: leave out --pp"
         )
     return layers
@@ -323,23 +321,23 @@ def layers_of(module: nn.Module, num_layers: int) -> nn.ModuleList:
 def looped_parts_of(module: nn.Module, num_layers: int) -> nn.ModuleList | None:
     """The list of the parts that a module's loop goes over: its layers, or parts with several layers' attention each.
 
-    Parts may stand for layers of other stages. None for a module without such a list.
+    The i-th layer has all attention with the layer index i, and the i-th of other parts that of as many layers as each.
+    Parts may stand for those of other stages. None for a module without such a list.
     """
     lists = (part for part in module.modules() if isinstance(part, nn.ModuleList))
-    return next((part for part in lists if _is_list_of_layers(part, num_layers) or _has_all(part, num_layers)), None)
+    return next((part for part in lists if _has_layers(part, num_layers)), None)
 
 
-def _is_list_of_layers(part: nn.Module, num_layers: int) -> TypeGuard[nn.ModuleList]:
-    if not isinstance(part, nn.ModuleList) or len(part) != num_layers:
+def _has_layers(parts: nn.ModuleList, num_layers: int) -> bool:
+    if not len(parts) or num_layers % len(parts):
         return False
-    own = ((index, layer) for index, layer in enumerate(part) if not isinstance(layer, OtherLayer))
-    return all(_layer_indices(layer) == {index} for index, layer in own)
-
-
-def _has_all(parts: nn.ModuleList, num_layers: int) -> bool:
-    """Whether the parts below those of a list, which may have numbers of their own, are of all layers in order."""
-    below = (set[int]().union(*map(_layer_indices, part.children())) for part in parts)
-    return [index for indices in below for index in sorted(indices)] == [*range(num_layers)]
+    each = num_layers // len(parts)
+    own = ((index, part) for index, part in enumerate(parts) if not isinstance(part, OtherLayer))
+    if each == 1:
+        return all(_layer_indices(layer) == {index} for index, layer in own)
+    # Parts of several layers may have numbers of their own.
+    below = ((index, set[int]().union(*map(_layer_indices, part.children()))) for index, part in own)
+    return all(indices == {*range(index * each, (index + 1) * each)} for index, indices in below)
 
 
 def _layer_indices(layer: nn.Module) -> set[int]:

@@ -104,7 +104,7 @@ class Transformer(CachedModel):
         mapped = MappedFiles(model.checkpoint.weight_files)
         with failing_as_unusable(AttributeError, TypeError, KeyError):
             self._why_not_recognised = fuse(model.module, operations, self.row_quantum, mapped.release)
-            fuse_mixtures(model.module, operations, self.dtype)
+            fuse_mixtures(model.module, operations, torch.empty(0, dtype=self.dtype, device=self.device))
             # GPUs, and what stands for one in tests, keep keys and values of all heads so far.
             if self.device.type == "cpu" and not isinstance(operations, CudaOperations):
                 attend_to_latents(model.module, operations, mapped.release)

@@ -49,7 +49,7 @@ from baton.runner.spec import WeightSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-READING = 1
+READING = 2
 """To be raised when quantised files, or weights that are quantised here, come to mean other numbers than before.
 
 It is part of such models' fingerprints: nodes that would read the same files differently refuse each other.

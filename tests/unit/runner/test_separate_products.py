@@ -10,11 +10,11 @@ import torch
 from transformers import AutoConfig
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoE
 
-from baton.runner.backends.cpu.kernels import Program
+from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.torch_operations import TorchOperations
-from baton.runner.model.mixtures.fused import FusedMixture
 from baton.runner.model.mixtures.separate import mixture_of_separate_products
-from tests.support.kernel_inputs import one_request, randn
+from tests.oracle.test_types import DRAWN, in_chunks, prompts
+from tests.support.kernel_inputs import randn
 from tests.support.listed_types import LISTED_TYPES
 from tests.support.load_with import load_with
 from tests.support.varied_models import write_varied_model
@@ -38,19 +38,26 @@ def test_mixtures_are_recognised_by_what_they_give() -> None:
         handle.remove()
 
 
-@torch.inference_mode()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_program_gives_the_bits_of_single_calls(tmp_path: Path, dtype: torch.dtype) -> None:
+class SingleCalls(CompiledOperations):
+    """The kernels without programs, which multiply experts one by one."""
+
+    def program(self, _dtype: torch.dtype) -> Any:
+        return None
+
+    def pack_mixture(self, *_: Any) -> None:
+        """None: experts are multiplied one by one."""
+
+    def pack_choice(self, *_: Any) -> None:
+        """The same of experts with one product."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_programs_give_the_bits_of_single_calls(tmp_path: Path, dtype: str) -> None:
     write_varied_model(tmp_path, LISTED_TYPES["jetmoe"], seed=5)
-    runner = load_with(tmp_path, dtype=str(dtype).removeprefix("torch."), num_blocks=64)
-    assert (runner.model.why_unverified, runner.model.bit_exact_reason) == ("", "")
-    mixtures = [part for part in runner._transformer._module.modules() if isinstance(part, FusedMixture)]
-    assert len(mixtures) == LISTED_TYPES["jetmoe"]["num_hidden_layers"]
-    width = LISTED_TYPES["jetmoe"]["hidden_size"]
-    program = Program(dtype, 2)
-    given, mixed = program.argument(width), program.argument(width)
-    program.scale(mixtures[0].record(program, given, into="mixed"), 1.0, into=mixed)
-    for rows in (1, 9, 40):
-        x, out = randn(rows, width, seed=rows).to(dtype), torch.empty(rows, width, dtype=dtype)
-        program.run([x, out], one_request(rows), torch.tensor([rows - 1]))
-        assert torch.equal(out, mixtures[0].rows(x))
+    answers = []
+    for operations in (None, SingleCalls(1, "")):
+        runner = load_with(tmp_path, dtype=dtype, num_blocks=224, operations=operations)
+        assert (runner.model.why_unverified, runner.model.bit_exact_reason) == ("", "")
+        assert (runner._transformer.why_no_programs == "") == (operations is None)
+        answers.append(in_chunks(runner, prompts("jetmoe"), DRAWN, 40))
+    assert answers[0] == answers[1]

@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from baton.runner.adapters.adaptable import AdaptableProduct
 from baton.runner.backends.cpu.kernels.buffers import Rows
-from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.operations import Operations
-from baton.runner.backends.routing import Routing
+from baton.runner.backends.routing import Routing, SharedRows
 from baton.runner.model.attention import AttentionParameters, PagedAttention
 from baton.runner.model.comparison import KINDS, LAYOUTS, NUM_ROWS, agree, like_input, random_angles
 from baton.runner.model.fused.attention import CalledAsAttention
 from baton.runner.model.fused.rotation import Rotation
+from baton.runner.model.mixtures.chosen import ChosenProduct
 from baton.runner.model.mixtures.separate import DOWN, ROUTER, UP
+from baton.runner.model.mixtures.stacked import stacked_weights
 from baton.runner.model.probe_attention import EchoAttention
 from baton.runner.model.stored.layers import weight_of
 
@@ -34,6 +34,8 @@ class _Parts(NamedTuple):
     path: str
     """The name of the module that has the experts."""
     experts: Any
+    router: nn.Linear
+    """The product that gives its logits."""
     kv: nn.Linear
     """The product of keys, and then values."""
 
@@ -42,7 +44,7 @@ class ExpertAttention(CalledAsAttention):
     """Attention of which each row chooses experts: each has a product for queries and a last one.
 
     The query of each head of keys and of each chosen expert attends to this head; the last products' rows, times the
-    experts' weights, are summed. The module with the experts keeps its name.
+    experts' weights, are summed. The router keeps its name.
     """
 
     def __init__(
@@ -58,7 +60,11 @@ class ExpertAttention(CalledAsAttention):
         """`most`: the number of experts of a row. `num_given`: how many things the replaced module gives, of which
         nobody reads any but the first."""
         super().__init__()
-        self.add_module(parts.path, parts.experts)
+        experts = nn.Module()
+        experts.add_module(ROUTER, parts.experts.router)
+        for name in (UP, DOWN):
+            experts.add_module(name, ChosenProduct(operations, parts.experts.get_submodule(name).weight))
+        self.add_module(parts.path, experts)
         self.layer_idx = layer_idx
         self.rotation = rotation
         self._operations = operations
@@ -67,7 +73,8 @@ class ExpertAttention(CalledAsAttention):
         self._head_dim = parts.kv.out_features // (2 * how.num_kv_heads)
         self._how = how
         self._num_given = num_given
-        self._routing = Routing(self._num_experts, most, "softmax_of_chosen", self._bias.dtype)
+        self._bias: torch.Tensor = parts.experts.bias.detach().clone()[None]
+        self._routing = Routing(parts.router.out_features, most, "softmax_of_chosen", self._bias.dtype)
         self._kv = AdaptableProduct.of_layer(operations, _KEYS_AND_VALUES, weight_of(parts.kv))
         self._kv_bias = None if parts.kv.bias is None else parts.kv.bias.detach().clone()
 
@@ -79,24 +86,14 @@ class ExpertAttention(CalledAsAttention):
     def _experts(self) -> Any:
         return self.get_submodule(self._path)
 
-    @property
-    def _bias(self) -> torch.Tensor:
-        bias: torch.Tensor = self._experts.bias
-        return bias
-
-    @property
-    def _num_experts(self) -> int:
-        count: int = self._experts.router.layer.out_features
-        return count
-
     def rows(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x [T, K], cos and sin [T, R] to [T, K]; with `sample_rows`, which may be empty, only these rows."""
         experts, heads, dim, count = self._experts, self._num_heads, self._head_dim, x.shape[0]
         chosen, weights = self._operations.route(experts.router.layer(x), self._routing)
-        most = chosen.shape[1]
-        queries = self._by_experts(x[:, None].expand(-1, most, -1), experts.input_linear.weight, chosen)
+        most = self._routing.most
+        queries: torch.Tensor = experts.input_linear.rows(x, chosen)
         # The queries that attend to the same head are to be neighbours.
         query = queries.view(count, most, heads, dim).transpose(1, 2).reshape(count, heads * most, dim)
         key, value = self._kv.linear(x, self._kv_bias).view(count, 2 * heads, dim).chunk(2, dim=1)
@@ -111,27 +108,38 @@ class ExpertAttention(CalledAsAttention):
         )
         if attended.shape[0] == 0:
             return x[:0]
-        by_expert = attended.reshape(-1, heads, most, dim).transpose(1, 2).flatten(2)
-        outputs = self._by_experts(by_expert, experts.output_linear.weight, chosen) * weights.to(x.dtype)[..., None]
-        total = outputs[:, 0]
-        for place in range(1, most):
-            total = total + outputs[:, place]
-        return total + self._bias
-
-    def _by_experts(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """The products [T, most, N] of rows x [T, most, K] with the weights [experts, N, K] that each has chosen."""
-        out = x.new_empty(*chosen.shape, weights.shape[1])
-        for expert in range(self._num_experts):
-            at = (chosen == expert).nonzero(as_tuple=True)
-            if at[0].shape[0]:
-                out[at] = functional.linear(x[at], weights[expert])
+        by_expert = attended.reshape(-1, heads, most, dim).transpose(1, 2).flatten(1)
+        out: torch.Tensor = experts.output_linear.rows(by_expert, chosen, weights, SharedRows(self._bias))
         return out
 
     def record(
         self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
     ) -> Rows:
-        """Raises KernelArgumentError: programs have no products of chosen experts but those of an MLP."""
-        raise KernelArgumentError("x", "goes through experts of attention")
+        """Append to a program what `rows` computes; with `sampling` only for the rows that sample."""
+        experts, heads, dim, most = self._experts, self._num_heads, self._head_dim, self._routing.most
+        width = heads * dim
+        logits = experts.router.layer.record(program, x, into="logits of experts")
+        chosen, weights = program.route(logits, self._routing, into="routed")
+        queries = experts.input_linear.record(program, x, chosen, into="queries of experts")
+        query = program.scratch("query", most * width)
+        for place in range(most):
+            own = queries.columns(place * width, (place + 1) * width)
+            program.copy_columns(own, query, heads, width=dim, to=place * dim)
+        both = self._kv.record(program, x, self._kv_bias, into="keys and values")
+        key, value = both.columns(0, width), both.columns(width, 2 * width)
+        self._record_rotate(program, query, cos, sin)
+        self._record_rotate(program, key, cos, sin)
+        if sampling:
+            query = program.take_sampled(query, into="sampled query")
+            chosen = program.take_sampled(chosen, into="sampled chosen")
+            weights = program.take_sampled(weights, into="sampled weights")
+        attended = paged.record(program, self.layer_idx, query, key, value, self._how, into="attended")
+        by_expert = program.scratch("attended by experts", most * width, sampled=sampling)
+        for place in range(most):
+            own = by_expert.columns(place * width, (place + 1) * width)
+            program.copy_columns(attended, own, heads, first=place * dim, width=dim)
+        out: Rows = experts.output_linear.record(program, by_expert, chosen, weights, self._bias, into=into)
+        return out
 
     def forward(self, *arguments: Any, **named: Any) -> tuple[Any, ...]:
         rows, _ = super().forward(*arguments, **named)
@@ -188,7 +196,7 @@ def _parts_of(child: nn.Module) -> _Parts | None:
     inner = dict(experts.named_children())
     if set(inner) != {UP, DOWN, ROUTER} or getattr(experts, "bias", None) is None:
         return None
-    stacked = (getattr(inner[name], "weight", None) for name in (UP, DOWN))
-    if not all(isinstance(weight, nn.Parameter) and weight.dim() == 3 for weight in stacked):
+    if any(stacked_weights(inner[name], "weight") is None for name in (UP, DOWN)):
         return None
-    return _Parts(path, experts, kv) if isinstance(getattr(inner[ROUTER], "layer", None), nn.Linear) else None
+    router = getattr(inner[ROUTER], "layer", None)
+    return _Parts(path, experts, router, kv) if isinstance(router, nn.Linear) else None

@@ -61,14 +61,14 @@ class PackedExperts:
             packed, left = [], [*reversed(self._held.pop(name))]
             while left:  # what is kept of an expert is freed with it
                 packed.append(self._pack_held([read_packed(stored) for stored in left.pop()], gated))
-            return AdaptableExperts(self._operations, packed, num_outputs, num_inputs, len(packed))
-        packed = []
-        for weight in getattr(module, name).detach():
-            rows = weight.T.contiguous() if module.is_transposed else weight
-            packed.append(self._operations.pack_gated(*rows.chunk(2)) if gated else self._operations.pack(rows))
-        # Before they are deleted: `release` finds the pages to unmap through the module's parameters.
-        release(module)
-        delattr(module, name)
+        else:
+            packed = []
+            for weight in getattr(module, name).detach():
+                rows = weight.T.contiguous() if module.is_transposed else weight
+                packed.append(self._operations.pack_gated(*rows.chunk(2)) if gated else self._operations.pack(rows))
+            # Before they are deleted: `release` finds the pages to unmap through the module's parameters.
+            release(module)
+            delattr(module, name)
         num_stacked: int = getattr(module, "num_stacked", {}).get(name, len(packed))
         return AdaptableExperts(self._operations, packed, num_outputs, num_inputs, num_stacked)
 

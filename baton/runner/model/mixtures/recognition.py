@@ -8,7 +8,7 @@ a layer calls itself, beside experts, is recognised in the same way by what it g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple, get_args
@@ -23,11 +23,12 @@ from baton.runner.model.comparison import agree, angle_widths, children_of
 from baton.runner.model.fused.attention import CalledAsAttention
 from baton.runner.model.fused.rows import FusedMlp, FusedNorm, PlainMlp
 from baton.runner.model.mixtures.attention import expert_attention_of
+from baton.runner.model.mixtures.chosen import ChosenProduct
 from baton.runner.model.mixtures.fused import FusedMixture, MixtureParts
 from baton.runner.model.mixtures.router import FusedRouter, RouterParts
 from baton.runner.model.mixtures.separate import mixture_of_separate_products
 from baton.runner.model.mixtures.stacked import Echo, Recognised, stacked_experts_of
-from baton.runner.model.stored.layers import forget_weights
+from baton.runner.model.stored.layers import experts_on_file, forget_weights, held_experts, make_experts_plain
 from baton.runner.model.stored.plan import is_experts, is_linear
 
 _NUM_ROWS = 64
@@ -85,36 +86,46 @@ class _Behind(NamedTuple):
     widen: str | None
 
 
-def fuse_mixtures(module: nn.Module, operations: Operations, dtype: torch.dtype) -> None:
+def fuse_mixtures(module: nn.Module, operations: Operations, like: torch.Tensor) -> None:
     """Replace the mixtures and the attention of experts of a model that are recognised.
 
-    MLPs and norms have been fused, and experts have not. `dtype`: of the rows.
+    MLPs and norms have been fused, and experts have not. `like`: in the dtype and on the device of rows.
     """
     with torch.inference_mode():
         widths = angle_widths(module)
         for parent, name, child in children_of(module):
-            attention = expert_attention_of(child, operations, widths)
-            if (whole := attention or mixture_of_separate_products(child, operations)) is not None:
-                forget_weights(child)
-                setattr(parent, name, whole)
-                continue
-            stacked = _stacked_experts_of(child)
-            parts, router = _parts_of(child, dtype, stacked), None
-            is_of_layer = any(isinstance(part, CalledAsAttention) for part in parent.children())
-            if parts is None and is_of_layer and any(is_experts(part) for part in parent.children()):
-                router = _router_parts_of(child, operations, dtype)
+            with experts_on_file(child):
+                fused = _fused(parent, child, operations, like, widths)
             forget_weights(child)
-            if parts is not None:
-                children = dict(child.named_children()) | {of: found.experts for of, found in stacked.items()}
-                setattr(parent, name, FusedMixture(operations, children, parts))
-            elif router is not None:
-                setattr(parent, name, FusedRouter(operations, dict(child.named_children()), router))
+            if fused is not None:
+                setattr(parent, name, fused)
+        for part in module.modules():
+            if held_experts(part) and not is_experts(part) and not isinstance(part, ChosenProduct):
+                make_experts_plain(part, like)  # nothing else multiplies them
 
 
-def _stacked_experts_of(child: nn.Module) -> dict[str, Recognised]:
+def _fused(
+    parent: nn.Module, child: nn.Module, operations: Operations, like: torch.Tensor, widths: Sequence[int]
+) -> nn.Module | None:
+    """What computes a part of `parent` on Baton's operations; None: it is none of what is recognised here."""
+    attention = expert_attention_of(child, operations, widths)
+    if (whole := attention or mixture_of_separate_products(child, operations)) is not None:
+        return whole
+    stacked = _stacked_experts_of(child, like)
+    if (parts := _parts_of(child, like.dtype, stacked)) is not None:
+        children = dict(child.named_children()) | {of: found.experts for of, found in stacked.items()}
+        return FusedMixture(operations, children, parts)
+    is_of_layer = any(isinstance(part, CalledAsAttention) for part in parent.children())
+    if not is_of_layer or not any(is_experts(part) for part in parent.children()):
+        return None
+    router = _router_parts_of(child, operations, like.dtype)
+    return None if router is None else FusedRouter(operations, dict(child.named_children()), router)
+
+
+def _stacked_experts_of(child: nn.Module, like: torch.Tensor) -> dict[str, Recognised]:
     """What stands for the experts among a part's children that transformers' ExpertsInterface doesn't compute."""
     generator = torch.Generator().manual_seed(0)
-    found = ((name, stacked_experts_of(part, generator)) for name, part in child.named_children())
+    found = ((name, stacked_experts_of(part, generator, like)) for name, part in child.named_children())
     return {name: experts for name, experts in found if experts is not None}
 
 

@@ -14,7 +14,7 @@ from baton.runner.backends.operations import Operations
 from baton.runner.backends.routing import Routing, choose
 from baton.runner.model.comparison import agree_in_parts, like_input, small_and_large_rows
 from baton.runner.model.mixtures.fused import FusedMixture, MixtureParts
-from baton.runner.model.mixtures.stacked import StackedExperts
+from baton.runner.model.mixtures.stacked import StackedExperts, stacked_weights
 
 UP, DOWN, ROUTER = "input_linear", "output_linear", "router"
 """The names of the parts with the first and the last products, and of the router, in a module with experts."""
@@ -24,14 +24,14 @@ _EXPERTS = "experts"
 
 def mixture_of_separate_products(child: Any, operations: Operations) -> FusedMixture | None:
     """The mixture that computes what such a module does; None for any other module."""
-    up, down = (_attribute(child, name, "weight") for name in (UP, DOWN))
+    up, down = (stacked_weights(getattr(child, name, None), "weight") for name in (UP, DOWN))
     router, activation, bias = (_attribute(child, name) for name in (ROUTER, "activation", "bias"))
     layer, most = _attribute(router, "layer"), _attribute(router, "top_k")
-    if not all(isinstance(weight, nn.Parameter) and weight.dim() == 3 for weight in (up, down)) or bias is None:
+    if up is None or down is None or bias is None:
         return None
     if not isinstance(layer, nn.Linear) or not isinstance(most, int) or not callable(activation):
         return None
-    if up.shape[2] != layer.in_features or down.shape != (up.shape[0], up.shape[2], up.shape[1] // 2):
+    if up.shape[2] != layer.in_features or tuple(down.shape) != (up.shape[0], up.shape[2], up.shape[1] // 2):
         return None
     generator = torch.Generator().manual_seed(0)
     x = like_input(layer, small_and_large_rows(layer.in_features, generator))[0]

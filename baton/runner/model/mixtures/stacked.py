@@ -8,7 +8,7 @@ all experts one after the other, multiplied with their weights, which are zero f
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,7 +17,9 @@ from torch.nn import functional
 
 from baton.runner.backends.routing import PLAIN_EXPERTS, ExpertKind
 from baton.runner.model.comparison import agree, agree_in_parts, small_and_large_rows
+from baton.runner.model.stored.layers import ExpertsOnFile, held_experts, hold_experts
 from baton.runner.model.stored.plan import is_experts
+from baton.runner.model.stored.weight import StoredWeight
 
 Call = Literal["chosen", "all"]
 """What experts are given: rows, chosen experts and weights; or the rows of all experts, multiplied with weights."""
@@ -32,24 +34,27 @@ class StackedExperts(nn.Module):
     def __init__(
         self,
         activation: Callable[[torch.Tensor], torch.Tensor],
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
+        gate_up: torch.Tensor | ExpertsOnFile,
+        down: torch.Tensor | ExpertsOnFile,
         *,
         is_transposed: bool = False,
         kind: ExpertKind = PLAIN_EXPERTS,
     ) -> None:
-        """Weights [E, 2 I, K] and [E, K, I], or transposed. Experts that have no `down` don't compute."""
+        """Weights [E, 2 I, K] and [E, K, I]; plain ones may be transposed. Experts without a `down` compute nothing."""
         super().__init__()
         self.is_transposed = is_transposed
         self.baton_kind = kind
         self.act_fn = activation
         self.num_stacked: dict[str, int] = {}
         """How many experts each parameter of the model has, by name."""
-        self.gate_up_proj: nn.Parameter
-        self.down_proj: nn.Parameter
+        held: dict[str, Sequence[Sequence[StoredWeight]]] = {}
         for name, weights in (("gate_up_proj", gate_up), ("down_proj", down)):
             self.num_stacked[name] = len(weights)
-            setattr(self, name, nn.Parameter(weights.detach()[: len(down)], requires_grad=False))
+            if isinstance(weights, ExpertsOnFile):
+                held[name] = weights.experts[: len(down)]
+            else:
+                setattr(self, name, nn.Parameter(weights.detach()[: len(down)], requires_grad=False))
+        hold_experts(self, held)
 
     def _apply_gate(self, rows: torch.Tensor) -> torch.Tensor:
         gate, up = rows.chunk(2, dim=-1)
@@ -58,10 +63,14 @@ class StackedExperts(nn.Module):
 
     def computed(self, number: int, x: torch.Tensor) -> torch.Tensor:
         """What an expert computes of rows x [T, K], by torch, before the weights are packed."""
-        up, down = self.gate_up_proj[number], self.down_proj[number]
-        if self.is_transposed:
-            up, down = up.T, down.T
+        up, down = (self._weight(name, number) for name in ("gate_up_proj", "down_proj"))
         return functional.linear(self._apply_gate(functional.linear(x, up)), down)
+
+    def _weight(self, name: str, number: int) -> Any:
+        if (held := held_experts(self).get(name)) is not None:
+            return ExpertsOnFile(held)[number]
+        weight = getattr(self, name)[number]
+        return weight.T if self.is_transposed else weight
 
 
 class Recognised(NamedTuple):
@@ -71,24 +80,36 @@ class Recognised(NamedTuple):
     call: Call
 
 
-def stacked_experts_of(part: Any, generator: torch.Generator) -> Recognised | None:
-    """What stands for a module of stacked experts; None for any other, or one that computes something else."""
-    up, down = getattr(part, "gate_up_proj", None), getattr(part, "down_proj", None)
-    if is_experts(part) or not isinstance(up, nn.Parameter) or not isinstance(down, nn.Parameter):
+def stacked_weights(part: Any, name: str) -> nn.Parameter | ExpertsOnFile | None:
+    """The weights [E, ..] of experts that a part has in an attribute; None if it has none there.
+
+    Those in their files are found in `experts_on_file`.
+    """
+    weights = getattr(part, name, None)
+    is_stacked = isinstance(weights, ExpertsOnFile) or (isinstance(weights, nn.Parameter) and weights.ndim == 3)
+    return weights if is_stacked else None
+
+
+def stacked_experts_of(part: Any, generator: torch.Generator, like: torch.Tensor) -> Recognised | None:
+    """What stands for a module of stacked experts; None for any other, or one that computes something else.
+
+    `like`: in the dtype and on the device of rows.
+    """
+    up, down = (stacked_weights(part, name) for name in ("gate_up_proj", "down_proj"))
+    if is_experts(part) or up is None or down is None or not callable(getattr(part, "act_fn", None)):
         return None
-    own = [*part.parameters(), *part.buffers()]
-    if up.ndim != 3 or down.ndim != 3 or len(own) != 2 or not callable(getattr(part, "act_fn", None)):
+    if any(own is not up and own is not down for own in (*part.parameters(), *part.buffers())):
         return None
-    is_transposed = up.shape[2] == 2 * down.shape[1]
-    width = up.shape[1 if is_transposed else 2]
-    shape = (down.shape[0], down.shape[1], width) if is_transposed else (down.shape[0], width, up.shape[1] // 2)
-    if tuple(down.shape) != shape or up.shape[0] < down.shape[0]:
+    for is_transposed in (True, False):
+        (total, outputs, width), (count, *last) = (_natural(weights, is_transposed) for weights in (up, down))
+        if [2 * last[1], last[0]] == [outputs, width] and total >= count:
+            break
+    else:
         return None
     call: Call = "chosen" if len(inspect.signature(part.forward).parameters) > 1 else "all"
-    count, total = down.shape[0], up.shape[0]
     kind = ExpertKind(weighs_inputs=call == "all", passes_rest=call == "chosen" and total > count)
     found = StackedExperts(part.act_fn, up, down, is_transposed=is_transposed, kind=kind)
-    x = small_and_large_rows(width, generator)[0].to(up)
+    x = small_and_large_rows(width, generator)[0].to(like)
     outs = [found.computed(number, x) for number in range(count)] + [x] * (total - count)
     try:
         if call == "all":
@@ -102,6 +123,12 @@ def stacked_experts_of(part: Any, generator: torch.Generator) -> Recognised | No
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError):
         return None
     return Recognised(found, call) if alike else None
+
+
+def _natural(weights: nn.Parameter | ExpertsOnFile, is_transposed: bool) -> tuple[int, int, int]:
+    """E, N and K of weights, of which plain ones may be transposed; those in their files never are."""
+    count, outputs, inputs = weights.shape
+    return (count, inputs, outputs) if is_transposed and isinstance(weights, nn.Parameter) else (count, outputs, inputs)
 
 
 class Echo(nn.Module):

@@ -14,13 +14,6 @@ _ASKED = frozenset(
 """What needs no numbers."""
 
 
-def without_numbers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
-    """What a function of torch gives for a weight that has no numbers. Raises TypeError if it needs them."""
-    if func not in _ASKED:
-        raise TypeError(f"{func.__name__} needs the numbers of a weight that Baton holds in its own form")
-    return func(*args, **(kwargs or {}))
-
-
 def of_products(linear: Callable[..., torch.Tensor]) -> dict[Callable[..., Any], Callable[..., Any]]:
     """What answers the products with a weight [N, K], by torch's function: of rows, which `linear` computes as
     `F.linear` does, and of columns, [..., K, T] to [..., N, T]."""
@@ -58,4 +51,6 @@ class AbsentWeight(torch.Tensor):
             absent = next((arg for arg in args if isinstance(arg, AbsentWeight)), None)
             if absent is not None and func in absent.answers:
                 return absent.answers[func](*args, **(kwargs or {}))
-            return without_numbers(func, args, kwargs)
+            if func not in _ASKED:
+                raise TypeError(f"{func.__name__} needs the numbers of a weight that Baton holds in its own form")
+            return func(*args, **(kwargs or {}))

@@ -21,7 +21,7 @@ from torch import nn
 
 from baton.runner.backends.quantized_weight import QuantizedWeight
 from baton.runner.backends.weight_rows import WeightOnFile
-from baton.runner.model.stored.plan import CheckpointNames, is_experts, is_linear
+from baton.runner.model.stored.plan import CheckpointNames, expert_parameters, is_linear
 from baton.runner.model.stored.quantize import GROUP, Quantization, bits_of, quantized
 from baton.runner.model.stored.weight import (
     FLOATS,
@@ -82,8 +82,9 @@ def hold_weights(
         if key not in names.parameters or tensor.dtype not in FLOATS:
             continue
         part = skeleton.get_submodule(path)
-        if is_experts(part) and len(tensor.shape) == 3 and pattern is None:
-            weights = _stacked(name, key, tensor, transposed=bool(part.is_transposed))
+        of_experts = expert_parameters(part)
+        if leaf in of_experts and len(tensor.shape) == 3 and pattern is None:
+            weights = _stacked(name, key, tensor, transposed=of_experts[leaf])
             stored = [store(one) for one in weights]
             experts = [[one] for one in stored if one is not None]
             if weights and len(experts) == len(weights):
@@ -93,7 +94,7 @@ def hold_weights(
         # A router that transformers keeps in float32 is loaded by it.
         is_usual = names.parameters[key].dtype == skeleton.dtype
         is_layer = is_linear(part) and leaf == "weight" and pattern is None and is_usual
-        is_expert = is_experts(part) and pattern is not None and names.stacked_patterns(pattern)
+        is_expert = leaf in of_experts and pattern is not None and names.stacked_patterns(pattern)
         is_embedding = key in shared or (embeddings and type(part) is nn.Embedding)
         if len(tensor.shape) == 2 and (is_layer or is_expert or is_embedding):
             one = store(_matrix(name, key, tensor, transposed=isinstance(part, Conv1D)))

@@ -137,11 +137,16 @@ ExpertWeights: TypeAlias = Mapping[str, Sequence[Sequence[StoredWeight]]]
 stacked over their outputs (gate and up, or one)."""
 
 
-def hold_experts(module: nn.Module, weights: ExpertWeights) -> None:
-    """Take the parameters that these weights replace away from an experts module, and give it the weights."""
+def hold_experts(module: nn.Module, weights: ExpertWeights, *, are_transposed: bool = False) -> None:
+    """Give a module the weights of its experts, and take the parameters away that they replace, if it has these.
+
+    `are_transposed`: whether the parameters have the weights transposed; then the module multiplies them so.
+    """
     for name in weights:
-        delattr(module, name)
+        if hasattr(module, name):
+            delattr(module, name)
     object.__setattr__(module, "stored_experts", weights)
+    object.__setattr__(module, "stored_transposed", are_transposed)
     object.__setattr__(module, "_is_hf_initialized", True)
 
 
@@ -202,14 +207,42 @@ class _ReadOnce:
         return replace(self._kept, codes=torch.stack((pairs & 15, pairs >> 4), dim=-1).view(self._stored.shape))
 
 
-class _ExpertsOnFile:
-    """Stands for a parameter [E, …] of experts; of an expert that is asked for the weight is read."""
+def make_experts_plain(module: nn.Module, like: torch.Tensor) -> None:
+    """Give a module whose weights of experts are in their files plain parameters again, in the dtype of `like`."""
+    with torch.inference_mode(False):  # as other parameters are made
+        for name, experts in take_experts(module).items():
+            plain = [torch.cat([stored.dequantized() for stored in expert]).to(like) for expert in experts]
+            if module.stored_transposed:
+                plain = [weight.T for weight in plain]
+            module.register_parameter(name, nn.Parameter(torch.stack(plain), requires_grad=False))
+
+
+class ExpertsOnFile:
+    """Stands for a parameter [E, N, K] of experts; of an expert that is asked for the weight is read."""
 
     def __init__(self, experts: Sequence[Sequence[StoredWeight]]) -> None:
-        self._experts = experts
+        self.experts = experts
+
+    def __len__(self) -> int:
+        return len(self.experts)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """E, N and K, also for a module that has its weights transposed."""
+        first = self.experts[0]
+        return len(self.experts), sum(stored.shape[0] for stored in first), first[0].shape[1]
 
     def __getitem__(self, expert: int | torch.Tensor) -> _ExpertOnFile:
-        return _ExpertOnFile([read_packed(stored) for stored in self._experts[int(expert)]])
+        return _ExpertOnFile([read_packed(stored) for stored in self.experts[int(expert)]])
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> torch.Tensor:
+        if func is not torch.bmm or len(args) != 2 or kwargs:
+            raise TypeError(f"{func.__name__} of experts' weights that are in their files")
+        x, weights = args
+        return torch.stack([functional.linear(rows, weights[number]) for number, rows in enumerate(x)])
 
 
 class _ExpertOnFile:
@@ -234,15 +267,15 @@ _EXPERT_PRODUCTS = (functional.linear, torch.Tensor.matmul, torch.Tensor.__matmu
 
 @contextmanager
 def experts_on_file(module: nn.Module) -> Iterator[None]:
-    """Let transformers' own experts compute with the weights that a module holds, which are read for every use."""
-    held = held_experts(module)
-    for name, experts in held.items():
-        object.__setattr__(module, name, _ExpertsOnFile(experts))
+    """Let the experts of transformers in a module compute with the weights that they hold, read for every use."""
+    held = [(part, name, experts) for part in module.modules() for name, experts in held_experts(part).items()]
+    for part, name, experts in held:
+        object.__setattr__(part, name, ExpertsOnFile(experts))
     try:
         yield
     finally:
-        for name in held:
-            object.__delattr__(module, name)
+        for part, name, _ in held:
+            object.__delattr__(part, name)
 
 
 def quick_product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:

@@ -112,7 +112,8 @@ class WeightPlan:
         for path, stored in self.embeddings.items():
             look_rows_up_in(module, path, StoredEmbedding(stored, dtype))
         for path, weights in self.experts.items():
-            hold_experts(module.get_submodule(path), weights)
+            part = module.get_submodule(path)
+            hold_experts(part, weights, are_transposed=any(expert_parameters(part).values()))
         held = {f"{path}.weight" for path in (*self.linears, *self.embeddings)}
         ties = module.all_tied_weights_keys
         # transformers would look for a parameter that is not there.
@@ -239,7 +240,7 @@ class _Planner:
             [self._weights[name] for name in sorted(sources[pattern], key=in_natural_order)] for pattern in patterns
         ]
         experts = [list(expert) for expert in zip(*of_pattern, strict=False)]
-        if not is_experts(part) or parameter.dim() != 3:
+        if leaf not in expert_parameters(part):
             return False
         if {len(names) for names in of_pattern} != {len(parameter)}:
             raise UnusableWeight(f"{key} needs the weights of {len(parameter)} experts, and there are {len(experts)}")
@@ -261,6 +262,24 @@ def is_linear(part: object) -> TypeGuard[nn.Linear]:
 
     forwards = (nn.Linear.forward, Conv1D.forward, StoredLinear.forward)
     return isinstance(part, nn.Linear | Conv1D) and type(part).forward in forwards
+
+
+def expert_parameters(part: nn.Module) -> dict[str, bool]:
+    """The parameters of a module in which the weights [N, K] of experts are stacked, and whether each is transposed.
+
+    They are those of experts that transformers' ExpertsInterface computes, and of others that Baton knows by their
+    names and shapes (mixtures/stacked.py, mixtures/separate.py).
+    """
+    own = {name: parameter for name, parameter in part.named_parameters(recurse=False) if parameter.dim() == 3}
+    if is_experts(part):
+        return dict.fromkeys(own, bool(part.is_transposed))
+    if set(own) == {"gate_up_proj", "down_proj"}:
+        (_, *up), (_, *down) = (own[name].shape for name in ("gate_up_proj", "down_proj"))
+        if up == [2 * down[1], down[0]]:
+            return dict.fromkeys(own, False)
+        return dict.fromkeys(own, True) if up == [down[1], 2 * down[0]] else {}
+    sizes = tuple(getattr(part, name, None) for name in ("num_experts", "output_size", "input_size"))
+    return {"weight": False} if set(own) == {"weight"} and tuple(own["weight"].shape) == sizes else {}
 
 
 def is_experts(part: nn.Module) -> bool:

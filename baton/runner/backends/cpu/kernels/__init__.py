@@ -13,7 +13,15 @@ from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.float8 import PackedFloat8Weight
 from baton.runner.backends.cpu.kernels.info import KernelInfo, available
 from baton.runner.backends.cpu.kernels.library import use_isa
-from baton.runner.backends.cpu.kernels.mixture import PackedMixture, clamped_gate, mix_experts, route, sum_experts
+from baton.runner.backends.cpu.kernels.mixture import (
+    PackedChoice,
+    PackedMixture,
+    clamped_gate,
+    mix_experts,
+    multiply_chosen,
+    route,
+    sum_experts,
+)
 from baton.runner.backends.cpu.kernels.product import PackedHeads, PackedWeight, linear_of_heads, pack_heads
 from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
@@ -52,6 +60,7 @@ __all__ = [
     "KernelInfo",
     "KernelsUnavailable",
     "Packed",
+    "PackedChoice",
     "PackedFloat8Weight",
     "PackedHeads",
     "PackedMixture",
@@ -76,6 +85,7 @@ __all__ = [
     "mix_experts",
     "mix_streams",
     "multiply",
+    "multiply_chosen",
     "pack",
     "pack_gated",
     "pack_heads",

@@ -178,7 +178,7 @@ class MixtureCall(ctypes.Structure):
         ("clamp", ClampCall),
         ("activate", ActivateCall),
         *_fields(_POINTER, "x chosen gathered inner quantized"),
-        *_fields(_SIZE, "experts x_stride"),
+        *_fields(_SIZE, "experts x_stride x_apart"),
         ("sum", SumCall),
         *_fields(_INT, "weighs_inputs passes_rest"),
     ]

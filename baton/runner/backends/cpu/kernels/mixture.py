@@ -112,6 +112,37 @@ class PackedMixture:
         return call
 
 
+class PackedChoice:
+    """The weights [n, k] of all experts of a single product, packed alike, of which each row chooses some."""
+
+    def __init__(self, weights: Sequence[Packed]) -> None:
+        """Raises KernelArgumentError for weights that are gated, not packed alike, or have columns of padding."""
+        first = _alike("weights", weights)
+        if first.gated:
+            raise KernelArgumentError("weights", "are gated, and nothing is computed behind their product")
+        self.num_experts, self.k, self.n = len(weights), first.k, first.n
+        self.dtype = first.dtype if isinstance(first, PackedWeight) else None
+        """The dtype that rows must have; None: rows may have any dtype of the kernels."""
+        self._kept = weights
+        self._call, self._weights = _expert_call(first, NOT_GATED), _addresses(weights)
+        self.gathered_bytes = _row_bytes(first)
+        """The bytes of a quantised row of x; None: rows are not quantised."""
+
+    def structure(self, dtype: torch.dtype, width: int, most: int) -> MixtureCall:
+        """The kernel's arguments for rows of a dtype and width, k or most * k, without those of a step.
+
+        Raises KernelArgumentError for rows that don't fit.
+        """
+        if self.dtype not in (None, dtype) or width not in (self.k, most * self.k):
+            raise KernelArgumentError("x", f"must have {self.k} or {most * self.k} columns in {self.dtype or dtype}")
+        call = MixtureCall(up=self._call, ups=ctypes.addressof(self._weights))
+        call.up.out_dtype, call.up.out_stride = DTYPES[dtype], self.n
+        call.up.x_stride = call.up.x_stride or self.k
+        call.experts, call.x_stride, call.x_apart = self.num_experts, width, 0 if width == self.k else self.k
+        call.sum = SumCall(n=self.n, most=most, factor=1.0, shared_stride=self.n)
+        return call
+
+
 def _alike(name: str, weights: Sequence[Packed]) -> PackedPart:
     """The first of packed weights that differ in their numbers alone. Raises KernelArgumentError for others."""
     first = weights[0]
@@ -227,6 +258,39 @@ def mix_experts(
     return out
 
 
+def multiply_chosen(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    choice: PackedChoice,
+    weights: torch.Tensor | None = None,
+    shared: SharedRows | None = None,
+    *,
+    threads: int,
+) -> torch.Tensor:
+    """The products of rows with the weights that each has chosen (int32 [T, most]), side by side: [T, most * N].
+
+    x [T, K] is multiplied with all of them, or of x [T, most * K] each piece with its own. With `weights` the products
+    are summed, as `sum_experts` says: [T, N]. Raises KernelArgumentError for tensors that don't fit.
+    """
+    if x.ndim != 2 or x.dtype not in DTYPES or not x.is_contiguous() or not x.is_cpu:
+        raise KernelArgumentError("x", f"must be contiguous on the CPU, float32 or bfloat16, is {x.dtype}")
+    if chosen.dtype != torch.int32 or chosen.ndim != 2 or len(chosen) != len(x) or not chosen.is_contiguous():
+        raise KernelArgumentError("chosen", f"must be int32 [{len(x)}, most], contiguous")
+    if weights is not None and weights.shape != chosen.shape:
+        raise KernelArgumentError("weights", f"must be {tuple(chosen.shape)}")
+    most = chosen.shape[1]
+    call = choice.structure(x.dtype, x.shape[1], most)
+    places = len(x) * most
+    gathered = torch.empty(places * (choice.gathered_bytes or choice.k * x.dtype.itemsize), dtype=torch.uint8)
+    outs = x.new_empty(places, choice.n)
+    out = x.new_empty(len(x), choice.n * (most if weights is None else 1))
+    call.x, call.chosen, call.gathered = x.data_ptr(), chosen.data_ptr(), gathered.data_ptr()
+    _complete_sum(call.sum, outs, weights, shared, out)
+    lib = library()
+    check_status(lib.mixture(lib.isa, DTYPES[x.dtype], ctypes.byref(call), threads))
+    return out
+
+
 def clamped_gate(rows: torch.Tensor, gate: ClampedGate, *, threads: int) -> torch.Tensor:
     """The gate of rows [T, 2 N], contiguous: [T, N], computed in float32 and rounded once.
 
@@ -272,11 +336,14 @@ def sum_experts(
 
 
 def _complete_sum(
-    call: SumCall, outs: torch.Tensor, weights: torch.Tensor, shared: SharedRows | None, out: torch.Tensor
+    call: SumCall, outs: torch.Tensor, weights: torch.Tensor | None, shared: SharedRows | None, out: torch.Tensor
 ) -> None:
+    call.outs, call.out, call.rows = outs.data_ptr(), out.data_ptr(), out.shape[0]
+    if weights is None:
+        return
     if weights.dtype != torch.float32 or not weights.is_contiguous() or weights.shape[0] != out.shape[0]:
         raise KernelArgumentError("weights", f"must be float32 [{out.shape[0]}, ..], contiguous")
-    call.outs, call.weights, call.out, call.rows = outs.data_ptr(), weights.data_ptr(), out.data_ptr(), out.shape[0]
+    call.weights = weights.data_ptr()
     if shared is None:
         return
     count = out.shape[0]

@@ -235,7 +235,10 @@ struct activate_call {
     float positive, negative, linear, near; /* of ACTIVATION_XIELU (v_xielu) */
 };
 
-/* The experts of a mixture, MLPs that are all packed alike, and the rows that they compute (mixture.c). */
+/* The experts of a mixture, MLPs that are all packed alike, and the rows that they compute (mixture.c).
+ *
+ * With downs NULL each expert has one product, up, and `sum` is of what that gives, n is up.n; with sum.weights NULL, too, there is no
+ * sum: sum.out [rows, most * up.n] has what the experts of a row give side by side, zeros for an expert beyond the last one. */
 struct mixture_call {
     struct linear_call up, down;            /* of one expert, without what depends on the step */
     const void *const *ups, *const *downs;  /* [experts]: the packed weights */
@@ -246,6 +249,7 @@ struct mixture_call {
     const int32_t *chosen;                  /* [rows, sum.most]: an expert beyond the last one computes nothing, or gives its row */
     void *gathered, *inner, *quantized;     /* room for each chosen expert's row: of x, of up's result and, for a quantized down, of that */
     size_t experts, x_stride;
+    size_t x_apart;      /* elements from the row of one expert to that of the next one in a row of x; 0: they compute the same row */
     struct sum_call sum; /* outs: room as the others */
     int weighs_inputs;   /* an expert's row is multiplied with its weight, and rounded, before it computes it, not what it gives */
     int passes_rest;     /* experts beyond the last one give their rows, with x_stride up.k */

@@ -107,7 +107,7 @@ static const struct layout_entry layout[] = {
     FIELD(mixture_call, up), FIELD(mixture_call, down), FIELD(mixture_call, ups), FIELD(mixture_call, downs), FIELD(mixture_call, x),
     FIELD(mixture_call, up_biases), FIELD(mixture_call, down_biases), FIELD(mixture_call, clamp), FIELD(mixture_call, activate),
     FIELD(mixture_call, chosen), FIELD(mixture_call, gathered), FIELD(mixture_call, inner), FIELD(mixture_call, quantized),
-    FIELD(mixture_call, experts), FIELD(mixture_call, x_stride), FIELD(mixture_call, sum),
+    FIELD(mixture_call, experts), FIELD(mixture_call, x_stride), FIELD(mixture_call, x_apart), FIELD(mixture_call, sum),
     FIELD(mixture_call, weighs_inputs), FIELD(mixture_call, passes_rest),
 
     WHOLE(struct rotate_call, "rotate_call"),

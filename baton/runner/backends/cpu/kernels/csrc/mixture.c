@@ -2,7 +2,7 @@
  *
  * The works of a mixture follow each other: one task finds out which rows each expert computes, and cuts its products into tasks; then
  * rows are gathered, go through the experts, and are summed. How many tasks the products have is known only behind the first work, so
- * their works have a task for each thread, which takes products from a counter until none is left. */
+ * their works have a task for each thread, which takes products from a counter until none is left. Experts may have one product alone. */
 #include "kernels.h"
 #include "quantized.h"
 
@@ -55,6 +55,8 @@ int plan_mixture(struct mixture_job *job, struct mixture_call *call, const struc
 
 void free_mixture_plan(struct mixture_job *job) { free(job->plan); }
 
+static int has_one_product(const struct mixture_call *call) { return call->downs == NULL; }
+
 static int is_clamped(const struct mixture_call *call) { return call->clamp.columns > 0; }
 
 static const void *bias_of(const void *biases, int32_t expert, size_t n, enum dtype dtype) {
@@ -99,14 +101,16 @@ static void divide_rows(const void *given, size_t task, void *scratch) {
         expert->up = call->up;
         expert->up.packed = call->ups[expert->number];
         expert->up.x = (char *)call->gathered + at * row_bytes(&call->up, job->dtype);
-        expert->up.out = (char *)(uintptr_t)(is_clamped(call) ? call->clamp.x : call->inner) + at * call->up.n * item_size(job->dtype);
+        const void *outs = has_one_product(call) ? call->sum.outs : is_clamped(call) ? call->clamp.x : call->inner;
+        expert->up.out = (char *)(uintptr_t)outs + at * call->up.n * item_size(job->dtype);
         expert->up.bias = bias_of(call->up_biases, expert->number, call->up.n, job->dtype);
+        expert->up_end = up_end += cut(&expert->up, &expert->up_function, job, expert);
+        if (has_one_product(call)) continue;
         expert->down = call->down;
         expert->down.packed = call->downs[expert->number];
         expert->down.x = (const char *)(call->down.format == NULL ? call->inner : call->quantized) + at * row_bytes(&call->down, job->dtype);
         expert->down.bias = bias_of(call->down_biases, expert->number, call->down.n, job->dtype);
         expert->down.out = (char *)(uintptr_t)call->sum.outs + at * call->down.n * item_size(job->dtype);
-        expert->up_end = up_end += cut(&expert->up, &expert->up_function, job, expert);
         expert->down_end = down_end += cut(&expert->down, &expert->down_function, job, expert);
     }
 }
@@ -138,9 +142,10 @@ static void gather_rows(const void *given, size_t task, void *scratch) {
     const struct mixture_job *job = given;
     const struct mixture_call *call = job->call;
     const size_t begin = task * GATHERED_ROWS, bytes = row_bytes(&call->up, job->dtype), stride = call->x_stride * item_size(job->dtype);
+    const size_t apart = call->x_apart * item_size(job->dtype);
     for (size_t i = begin; i < begin + GATHERED_ROWS && i < job->plan->num_places; i++) {
         const size_t choice = (size_t)job->plan->choices[i];
-        const char *x = (const char *)call->x + choice / call->sum.most * stride;
+        const char *x = (const char *)call->x + choice / call->sum.most * stride + choice % call->sum.most * apart;
         char *gathered = (char *)call->gathered + i * bytes;
         if (call->weighs_inputs)
             take_weighted_row(&call->up, job, x, call->sum.weights[choice], gathered, scratch);
@@ -173,6 +178,22 @@ static void quantize_inner(const void *given, size_t task, void *scratch) {
     (void)scratch;
     for (size_t i = begin; i < begin + GATHERED_ROWS && i < job->plan->num_places; i++)
         take_row(&call->down, job, (const char *)call->inner + i * stride, (char *)call->quantized + i * bytes);
+}
+
+/* Puts what the experts give to where their rows have chosen them. */
+static void place_rows(const void *given, size_t task, void *scratch) {
+    const struct mixture_job *job = given;
+    const struct sum_call *sum = &job->call->sum;
+    const size_t begin = task * GATHERED_ROWS, bytes = sum->n * item_size(job->dtype);
+    (void)scratch;
+    for (size_t i = begin; i < begin + GATHERED_ROWS && i < sum->rows * sum->most; i++) {
+        char *out = (char *)sum->out + i * bytes;
+        const int32_t place = job->plan->places[i];
+        if (place < 0)
+            memset(out, 0, bytes);
+        else
+            memcpy(out, (const char *)sum->outs + (size_t)place * bytes, bytes);
+    }
 }
 
 /* Computes tasks of all experts' products until none is left. */
@@ -217,6 +238,11 @@ size_t mixture_works(struct mixture_job *job, struct work works[MIXTURE_WORKS]) 
                                    .scratch_bytes = call->weighs_inputs ? call->up.k * item_size(job->dtype) : 0};
     works[count++] = (struct work){.function = multiply_up, .job = job, .n_tasks = threads,
                                    .scratch_bytes = linear_scratch_bytes(&call->up, rows, job->isa, job->dtype)};
+    if (has_one_product(call)) {
+        const struct work places = {.function = place_rows, .job = job, .n_tasks = gathers};
+        works[count++] = call->sum.weights == NULL ? places : sum_work(&call->sum, job->isa, job->dtype);
+        return count;
+    }
     if (is_clamped(call)) works[count++] = (struct work){.function = gate_inner, .job = job, .n_tasks = gathers};
     if (call->activate.columns > 0) works[count++] = (struct work){.function = activate_inner, .job = job, .n_tasks = gathers};
     if (call->down.format != NULL) works[count++] = (struct work){.function = quantize_inner, .job = job, .n_tasks = gathers};

@@ -91,7 +91,8 @@ struct place {
  * which adapters compute. A recurrence has four: beside its queries the keys, values, decays and betas. The fourth of a norm is its gate.
  * An attention to selected keys has these as its second, and a selection the weights of its scores.
  * Streams have the factors as their second, and the result with which they are corrected as their third.
- * A route writes the chosen experts to its second; a mixture has these, their weights, the shared rows and their gates, and its room. */
+ * A route writes the chosen experts to its second; a mixture has these, their weights, the shared rows and their gates, and its room. One
+ * of single products may have no weights. */
 struct operation {
     int64_t kind, which_rows, group; /* group: of layers, which share block tables and slots */
     int64_t dtype;                   /* of x: an enum dtype */

@@ -34,6 +34,7 @@ from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.call_structs import (
     OPERATION_NAMES,
     Call,
+    MixtureCall,
     Operation,
     OperationKind,
     Step,
@@ -42,7 +43,7 @@ from baton.runner.backends.cpu.kernels.call_structs import (
 )
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.library import check_status, library
-from baton.runner.backends.cpu.kernels.mixture import PackedMixture, route_structure
+from baton.runner.backends.cpu.kernels.mixture import PackedChoice, PackedMixture, route_structure
 from baton.runner.backends.cpu.kernels.programs.row_recording import RowRecording
 from baton.runner.backends.cpu.kernels.states import (
     convolution_structure,
@@ -264,10 +265,7 @@ class Program(RowRecording):
             raise KernelArgumentError("x", f"must be whole rows of {mixture.k}")
         most, size = chosen.width, self._dtype.itemsize
         call = mixture.structure(self._dtype, factor, most)
-        if row is not None:
-            if row.shape != (1, mixture.k) or row.dtype != self._dtype or not row.is_contiguous():
-                raise KernelArgumentError("shared", f"must be [1, {mixture.k}] {self._dtype}, contiguous")
-            call.sum.shared, call.sum.shared_stride = row.data_ptr(), 0
+        self._share(row, call)
         room = [
             self._buffers.scratch(name, -(-most * row_bytes // size), x.sampled)
             for name, row_bytes in (
@@ -279,10 +277,48 @@ class Program(RowRecording):
             )
         ]
         out = self._out(into, mixture.k, x.sampled)
-        self._kept += [mixture, row]
+        self._kept.append(mixture)
         operands = (chosen, weights, rows, gate)
         self._record(OperationKind.MIXTURE, x, Call(mixture=call), out=out, operands=operands, room=room)
         return out
+
+    def multiply_chosen(
+        self,
+        x: Rows,
+        chosen: Rows,
+        choice: PackedChoice,
+        weights: Rows | None = None,
+        shared: torch.Tensor | None = None,
+        *,
+        into: str | Rows,
+    ) -> Rows:
+        """Record the products of each row with the weights that it has chosen, side by side.
+
+        With `weights` their sum instead, and `shared` [1, N], which is added to it. x: see `multiply_chosen` in
+        mixture.py.
+        """
+        if x.stride != x.width:
+            raise KernelArgumentError("x", "must be whole rows")
+        most, size = chosen.width, self._dtype.itemsize
+        call = choice.structure(self._dtype, x.width, most)
+        self._share(shared, call)
+        gathered = -(-most * (choice.gathered_bytes or choice.k * size) // size)
+        of_x = self._buffers.scratch("gathered rows", gathered, x.sampled)
+        outs = self._buffers.scratch("rows of experts", most * choice.n, x.sampled)
+        out = self._out(into, choice.n * (most if weights is None else 1), x.sampled)
+        self._kept.append(choice)
+        operands, room = (chosen, weights), (of_x, None, None, outs)
+        self._record(OperationKind.MIXTURE, x, Call(mixture=call), out=out, operands=operands, room=room)
+        return out
+
+    def _share(self, row: torch.Tensor | None, call: MixtureCall) -> None:
+        """Let a row [1, N] be added to the sum of each row's experts."""
+        if row is None:
+            return
+        if row.shape != (1, call.sum.n) or row.dtype != self._dtype or not row.is_contiguous():
+            raise KernelArgumentError("shared", f"must be [1, {call.sum.n}] {self._dtype}, contiguous")
+        call.sum.shared, call.sum.shared_stride = row.data_ptr(), 0
+        self._kept.append(row)
 
     def run(
         self,

@@ -238,7 +238,7 @@ class Recording:
         operands: Sequence[Rows | None] = (),
         group: int = 0,
         product: int = -1,
-        room: Sequence[Rows] = (),
+        room: Sequence[Rows | None] = (),
         dtype: torch.dtype | None = None,
     ) -> None:
         """`operands`: the second to the fifth, as far as there are any (csrc/program.c). `room`: of a mixture.

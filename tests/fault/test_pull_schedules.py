@@ -40,8 +40,8 @@ class PullingCluster(SimulatedCluster):
         node = await super().start(node_id)
         for other in self.nodes.values():
             if other is not node:
-                node.intake.meet(other.description.as_peer)
-                other.intake.meet(node.description.as_peer)
+                node.intake.holders.meet(other.description.as_peer)
+                other.intake.holders.meet(node.description.as_peer)
         return node
 
     def readdressed(self, node: SimulatedNode, message: RouterMessage) -> RouterMessage:

@@ -249,7 +249,7 @@ class Admission:
                 return _AdmissionResult.NO_SEAT
             if not self._has_slot(request):
                 return _AdmissionResult.NO_ADAPTER_SLOT
-        elif request.held_prefix is not None and (result := self._pull(request, computed)) is not None:
+        elif request.held_prefix is not None and (result := self._pull(request, computed, outputs)) is not None:
             return result
         return self._admit(request, computed, plan, outputs)
 
@@ -424,7 +424,7 @@ class Admission:
         self._state.begun_loads.append(request)
         return _AdmissionResult.ADMITTED
 
-    def _pull(self, request: Request, computed: ComputedBlocks) -> _AdmissionResult | None:
+    def _pull(self, request: Request, computed: ComputedBlocks, outputs: OutputsByClient) -> _AdmissionResult | None:
         """Reserve blocks for what another node has cached of the prompt, which the connector fills; None: it can't be
         done now, and the request is computed. It is tried once, when the connector knows.
 
@@ -462,7 +462,10 @@ class Admission:
         waiting.times_passed.pop(request.request_id, None)
         request.transition(RequestEvent.LOAD_BEGUN)
         self._state.events.record(EngineCoreEventType.REMOTE_KV_REQUESTED, request, num_pulled)
-        connector.update_state_after_alloc(request, self._manager.submitted_block_ids(request), num_pulled)
+        try:
+            connector.update_state_after_alloc(request, self._manager.submitted_block_ids(request), num_pulled)
+        except Exception as exc:
+            return self._fail(request, exc, outputs)
         waiting.remote[request.request_id] = request
         return _AdmissionResult.ADMITTED
 

@@ -23,6 +23,7 @@ from baton.failpoints import failpoint
 from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import StageTimings
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
+from baton.node.kv.holders import Holders
 from baton.node.kv.pair_prober import PairProber
 from baton.node.kv.sender_links import AbsentSenders, SenderLinks
 from baton.observe.log_limit import LimitedLog
@@ -75,10 +76,6 @@ from kv_transfer.receiver.transfer_values import (
 )
 
 _log = logging.getLogger(__name__)
-SHUNNED_S = 10.0
-"""For how long nothing is pulled from an incarnation of which a pull has failed."""
-MEET_S = 0.25
-"""How long a prompt waits for the link over which its beginning is to be pulled."""
 _MAX_STATS = 16384
 """Number of transfers whose statistics are kept."""
 
@@ -134,21 +131,11 @@ class Intake:
         self._layout = layout
         self._pools: dict[str, tuple[int, BlockMap]] = {}
         """Size of each linked sender's pool in blocks, and the sizes of blocks, by incarnation."""
-        self._pullable: set[str] = set()
-        """Linked incarnations whose prefix cache can be read: their blocks are proven, and of the same size."""
-        self._takes_pulls: dict[str, bool] = {}
-        """Whether that holds for each linked incarnation once its blocks are proven."""
         self._asking: set[AttemptKey] = set()
         """Pulls for which no blocks are reserved yet."""
         self._pulls: dict[AttemptKey, str] = {}
         """Pulls that are not over, each with the incarnation that it reads from."""
-        self._shunned_until: dict[str, float] = {}
-        """Until when nothing is pulled from an incarnation of which a pull has failed, on the clock."""
-        self._meeting: set[str] = set()
-        """Incarnations to which a link is being opened, for pulls."""
-        self._meeting_timers: dict[str, asyncio.TimerHandle] = {}
-        """The timers that end the waiting for these links."""
-        self._clock = clock
+        self.holders = Holders(clock, post, self._meet, lambda: tell_engine(KVTransferOutput()))
         self._may_plan: dict[AttemptKey, int] = {}
         """Expected attempts whose sender has begun to compute the prompt, so that blocks may be reserved for them; of
         pulls how many tokens the sender keeps."""
@@ -167,8 +154,7 @@ class Intake:
     async def stop(self) -> None:
         """End the links and the agent. Transfers that are not over are not reported any more."""
         self._stopped = True
-        for timer in self._meeting_timers.values():
-            timer.cancel()
+        self.holders.close()
         self._prober.close()
         await self.links.close()
         if self._mover_watch is not None:
@@ -214,31 +200,6 @@ class Intake:
         if not self._stopped:
             self._carry_out(self._book.plan(plan))
 
-    def meet(self, source: Peer) -> None:
-        """Open a link to a node from which something is to be pulled. The engine is woken when something can be, or
-        when that has taken too long to wait for. May be called from any thread."""
-        if source.incarnation not in self._meeting:
-            self._meeting.add(source.incarnation)
-            self._post(lambda: self._begin_meeting(source))
-
-    def _begin_meeting(self, source: Peer) -> None:
-        name = source.incarnation
-        is_shunned = self._shunned_until.get(name, 0.0) > self._clock.monotonic()
-        if self._stopped or is_shunned or name in self._pullable or self.probes.objection(name) is not None:
-            self._met(name)
-            return
-        over = self._watch.guarded(lambda: self._met(name), "meet-holder")
-        self._meeting_timers[name] = asyncio.get_running_loop().call_later(MEET_S, over)
-        self._carry_out(self._book.open(source))
-
-    def _met(self, incarnation: str) -> None:
-        """Nobody waits any more for a link to this incarnation."""
-        if incarnation in self._meeting:
-            if (timer := self._meeting_timers.pop(incarnation, None)) is not None:
-                timer.cancel()
-            self._meeting.discard(incarnation)
-            self._tell_engine(KVTransferOutput())
-
     def abandon(self, attempt: AttemptKey) -> None:
         """Give an attempt up, because its router has aborted it or the engine has ended it. Idempotent."""
         self._may_plan.pop(attempt, None)
@@ -256,7 +217,7 @@ class Intake:
         windows = self._layout.windows if self._layout is not None else (None,)
         sizes = BlockMap(welcome.layout.block_size, self._identity.layout.block_size, windows)
         self._pools[welcome.incarnation] = (welcome.num_blocks, sizes)
-        self._takes_pulls[welcome.incarnation] = welcome.takes_pulls and sizes.is_equal
+        self.holders.link_up(welcome.incarnation, takes_pulls=welcome.takes_pulls and sizes.is_equal)
         self._refused.link_opened(welcome.node_id)
         self._absent.link_opened(welcome.node_id, welcome.incarnation)
         sender = sender_of(welcome, self._layout)
@@ -283,9 +244,7 @@ class Intake:
         self._ended_log.happened("link to %s ended: %s", incarnation, error)
         source = self.links.ended(incarnation)
         was_up = self._pools.pop(incarnation, None) is not None
-        self._pullable.discard(incarnation)
-        self._met(incarnation)
-        self._takes_pulls.pop(incarnation, None)
+        self.holders.link_down(incarnation)
         if source is not None:
             self._refused.link_ended(source.node_id, error.cause, error.detail)
             if was_up and not self._stopped:
@@ -307,15 +266,6 @@ class Intake:
         """How many of a prompt's first tokens the sender keeps for a pull; None: it has not said that yet. May be
         called from any thread."""
         return self._may_plan.get(attempt)
-
-    def may_pull(self, incarnation: str) -> bool:
-        """Whether blocks can be pulled from this incarnation now. May be called from any thread."""
-        is_shunned = self._shunned_until.get(incarnation, 0.0) > self._clock.monotonic()
-        return incarnation in self._pullable and not is_shunned
-
-    def is_meeting(self, incarnation: str) -> bool:
-        """Whether a link to this incarnation is being opened, for a pull. May be called from any thread."""
-        return incarnation in self._meeting
 
     def stats(self, attempt: AttemptKey) -> TransferStats | None:
         """The statistics of an attempt's transfer; None before the KV has arrived, and for older attempts. May be
@@ -394,9 +344,7 @@ class Intake:
     def _proven(self, incarnation: str) -> None:
         """Use a sender for requests: known bytes were read from its memory."""
         self.links.proven(incarnation)
-        if self._takes_pulls.get(incarnation):
-            self._pullable.add(incarnation)
-        self._met(incarnation)
+        self.holders.proven(incarnation)
         self._carry_out(self._book.peer_ready(incarnation, *self._pools[incarnation]))
 
     # Links, and carrying out what the book says.
@@ -418,6 +366,13 @@ class Intake:
             make_channel=self._peers.make_channel,
             is_running=self._peers.is_running,
         )
+
+    def _meet(self, source: Peer) -> None:
+        """Open a link to a node from which something is to be pulled."""
+        if self._stopped or self.probes.objection(source.incarnation) is not None:
+            self.holders.met(source.incarnation)
+        else:
+            self._carry_out(self._book.open(source))
 
     def _is_wanted(self, source: Peer) -> bool:
         """Whether there is to be a link though nothing needs it now. After a failed probe, the probes open it."""
@@ -486,7 +441,7 @@ class Intake:
                 self._may_plan.pop(attempt, None)
                 holder = self._pulls.pop(attempt, None)
                 if holder is not None and cause is not TransferCause.REFUSED:
-                    self._shun(holder)
+                    self.holders.failed(holder)
                 if attempt in self._asking:
                     # The request is computed, as if the sender had answered that it has nothing.
                     self._asking.discard(attempt)
@@ -497,9 +452,3 @@ class Intake:
                 self._tell_engine(KVTransferOutput(failed={key: lost}))
             case Released():
                 self._tell_engine(KVTransferOutput(released=frozenset({key})))
-
-    def _shun(self, incarnation: str) -> None:
-        """Pull nothing from an incarnation for a while: what has failed may fail again, and requests wait for it."""
-        now = self._clock.monotonic()
-        self._shunned_until = {name: until for name, until in self._shunned_until.items() if until > now}
-        self._shunned_until[incarnation] = now + SHUNNED_S

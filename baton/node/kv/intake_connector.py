@@ -46,8 +46,8 @@ class IntakeConnector:
 
     def request_added(self, request: Request) -> None:
         held = request.held_prefix
-        if held is not None and not self._intake.may_pull(held.peer.incarnation):
-            self._intake.meet(held.peer)
+        if held is not None and not self._intake.holders.may_pull(held.peer.incarnation):
+            self._intake.holders.meet(held.peer)
         if request.leg is not Leg.DECODE:
             return
         attempt, source = request.attempt, request.kv_source
@@ -105,8 +105,8 @@ class IntakeConnector:
         end = min(held.num_tokens, request.most_cached_tokens, len(request.block_hashes) * size) // size
         if end * size <= num_computed_tokens or len(self._pulling) >= _MAX_PULLS:
             return NO_EXTERNAL_TOKENS
-        if not self._intake.may_pull(peer.incarnation):
-            return ExternalTokens(None) if self._intake.is_meeting(peer.incarnation) else NO_EXTERNAL_TOKENS
+        if not self._intake.holders.may_pull(peer.incarnation):
+            return ExternalTokens(None) if self._intake.holders.is_meeting(peer.incarnation) else NO_EXTERNAL_TOKENS
         self._expected.add(request.request_id)
         self._pulling.add(request.request_id)
         keys = tuple(request.block_hashes[:end])

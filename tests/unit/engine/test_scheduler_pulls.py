@@ -113,3 +113,17 @@ def test_cached_blocks_are_kept_for_a_reader_until_it_has_read_them(limits: dict
     assert rig.connector.pinned_blocks[unknown.attempt] == ()
     assert rig.scheduler.make_stats().leased_blocks == kept
     rig.transfer(released=[longer.holder])
+
+
+@pytest.mark.parametrize("method", ["get_num_new_matched_tokens", "update_state_after_alloc"])
+def test_a_fault_of_the_connector_hurts_one_request_at_most(method: str) -> None:
+    rig = EngineRig()
+    rig.connector.raise_in = method
+    rig.begin("r", 22, held=16, max_tokens=2)
+    rig.begin("other", 9, max_tokens=2)
+    rig.transfer(released=["r"])
+    rig.run_right("other")
+    if method == "get_num_new_matched_tokens":
+        rig.run_right("r")
+    else:
+        assert rig.reason("r") is Outcome.ERROR

@@ -108,3 +108,18 @@ async def test_a_node_keeps_blocks_for_eight_pulls_at_once() -> None:
             rig.sender.handoff.link_received(link, Pull(attempt_of(f"r{number}#1"), tuple(KEYS)))
         assert [pin.attempt.request_id for pin in rig.sender.recorder.pins] == [f"r{number}" for number in range(8)]
         assert rig.sender.handoff.book.counters["duplicate_pull"] == 8
+
+
+async def test_a_prompt_does_not_wait_for_a_node_that_takes_no_pulls() -> None:
+    async with HandoffRig() as rig:
+        await rig.join()
+        holders, name = rig.receiver.intake.holders, rig.sender.source.incarnation
+        # As if the sender were of an earlier version.
+        holders.link_down(name)
+        holders.link_up(name, takes_pulls=False)
+        told = rig.receiver.recorder.num_told
+        rig.receiver.connector.request_added(request(rig))
+        assert holders.is_meeting(name)
+        await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.num_told > told)
+        assert not holders.is_meeting(name)
+        assert rig.receiver.connector.get_num_new_matched_tokens(request(rig), 0).num_tokens == 0

@@ -67,7 +67,7 @@ class Untyped:
         (Outcome, node_pb2.Outcome),
         (FINISH_REASONS, generation_pb2.FinishReason),
         (Leg, node_pb2.Leg),
-        ((Role.PREFILL, Role.DECODE), node_pb2.Role),
+        ((Role.PREFILL, Role.DECODE, Role.ENCODE), node_pb2.Role),
         (TransferCause, node_pb2.TransferCause),
         (HandoffSide, node_pb2.HandoffSide),
     ],

@@ -1,12 +1,15 @@
-"""Which encode node makes rows of an input: the same one for the same input, so that it makes them once. Pure."""
+"""Who has rows of an input, or makes them: the same encode node for the same input, so that it is made once. Pure."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
+from baton.messages.ids import Peer
 from baton.messages.node import NodeDescription
 from baton.values import value
+from router.placement.placement import Placement
 
 MOST_MORE = 2
 """The encode node of an input is passed over while it has more than so many inputs more than the least loaded one."""
@@ -30,6 +33,37 @@ def encoder_for(digest: str, encoders: Sequence[LoadedEncoder]) -> NodeDescripti
     most = min((encoder.load for encoder in encoders), default=0) + MOST_MORE
     able = [encoder.node for encoder in encoders if encoder.load <= most]
     return max(able, key=lambda node: _rank(digest, node), default=None)
+
+
+def with_rows(
+    placement: Placement,
+    having: Sequence[tuple[str, Collection[str]]],
+    attached: Mapping[str, NodeDescription],
+    num_live_on: Mapping[str, int],
+    encoders: Sequence[LoadedEncoder],
+) -> Placement:
+    """The placement with who has rows of the inputs of which the node that computes the prompt has none.
+
+    An encode node that makes the same is named before others that have them, the least loaded of those before another
+    one. Of what nobody has it makes rows. `having`: the digests of the inputs, each with the incarnations that have
+    rows; `num_live_on`: the live requests of each attached node.
+    """
+    node = placement.prompt_node
+    able = [each for each in encoders if each.node.rows_decided_by == node.rows_decided_by]
+    held: list[tuple[str, Peer]] = []
+    made: list[tuple[str, Peer]] = []
+    for digest, incarnations in having:
+        if node.incarnation in incarnations:
+            continue
+        others = [attached[incarnation] for incarnation in incarnations if incarnation in attached]
+        holders = [other for other in others if other.rows_decided_by == node.rows_decided_by]
+        encoder = encoder_for(digest, [each for each in able if each.node in holders] if holders else able)
+        if encoder is not None:
+            made.append((digest, encoder.as_peer))
+        elif holders:
+            least = min(holders, key=lambda other: (num_live_on.get(other.incarnation, 0), other.incarnation))
+            held.append((digest, least.as_peer))
+    return replace(placement, holders=held, encoders=made) if held or made else placement
 
 
 def _rank(digest: str, node: NodeDescription) -> bytes:

@@ -119,3 +119,11 @@ class KnownNode:
         if why_alone := disagreement(description, [*partners[self.version[1]].values()]):
             return why_alone
         return "" if description.bit_exact else "is not bit-exact: a stream that it began goes on at no other node"
+
+
+def has_free_seat(candidate: Candidate | None) -> bool:
+    """Whether a node that takes work decodes, and could run one more stream at once."""
+    if candidate is None or candidate.node.role is not Role.DECODE:
+        return False
+    seats = candidate.node.max_num_seqs
+    return not seats or candidate.load < seats

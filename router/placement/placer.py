@@ -16,11 +16,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from baton.errors import BatonError, NoCapacity
-from baton.messages.ids import Peer
 from baton.messages.kv_cache import KVFormat
 from baton.messages.node import HeldPrefix, NodeDescription, Outcome, RequestDelta, Role, StageTimings, StepReport
 from baton.messages.node_model import TRANSCRIBES, Capability
-from baton.messages.spans import EncoderContent
 from baton.observe.metrics import Distribution, Figure
 from router.admission.ledger import Standing
 from router.admission.request import ValidRequest
@@ -39,7 +37,7 @@ from router.placement.cost_model import (
 )
 from router.placement.cost_table import CostTable, RowMask
 from router.placement.decisions import Choice, Decision, DecisionLog, Explanation, MeasuredTimes, decision_of, regret_ms
-from router.placement.encoders import LoadedEncoder, encoder_for
+from router.placement.encoders import LoadedEncoder, with_rows
 from router.placement.fleet_rates import FleetRates, UsualRates
 from router.placement.placement import (
     Candidate,
@@ -244,7 +242,9 @@ class Placer:
         if not request.embeds:
             self._check_kind(choice.placement)
         if request.contents:
-            choice = replace(choice, placement=self._with_rows(choice.placement, request.contents, encoders))
+            having = [(content.digest, self._caches.holders(content)) for content in request.contents]
+            placed = with_rows(choice.placement, having, self._attached, self._num_live_on, encoders)
+            choice = replace(choice, placement=placed)
         return choice
 
     def why_not_ready(self, candidates: Sequence[Candidate], model: str) -> str:
@@ -420,32 +420,6 @@ class Placer:
         """
         has_target = level.token_ms < math.inf and not self._settings.require_disaggregation
         return has_target and not demand.embeds and demand.origin is None
-
-    def _with_rows(
-        self, placement: Placement, contents: Sequence[EncoderContent], encoders: Sequence[LoadedEncoder]
-    ) -> Placement:
-        """The placement with who has rows of the contents of which the node that computes the prompt has none.
-
-        An encode node that makes the same is named before others that have them, the least loaded of those before
-        another one. Of what nobody has it makes rows.
-        """
-        node = placement.prompt_node
-        able = [each for each in encoders if each.node.rows_decided_by == node.rows_decided_by]
-        held: list[tuple[str, Peer]] = []
-        made: list[tuple[str, Peer]] = []
-        for content in contents:
-            having = self._caches.holders(content)
-            if node.incarnation in having:
-                continue
-            others = (self._attached.get(incarnation) for incarnation in having)
-            holders = [other for other in others if other and other.rows_decided_by == node.rows_decided_by]
-            encoder = encoder_for(content.digest, [each for each in able if each.node in holders] if holders else able)
-            if encoder is not None:
-                made.append((content.digest, encoder.as_peer))
-            elif holders:
-                least = min(holders, key=lambda other: (self._num_live_on[other.incarnation], other.incarnation))
-                held.append((content.digest, least.as_peer))
-        return replace(placement, holders=held, encoders=made) if held or made else placement
 
     def _costs(self, candidate: Candidate, now: float, prefills_only: bool) -> NodeCosts:
         incarnation = candidate.node.incarnation

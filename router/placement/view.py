@@ -19,7 +19,7 @@ from baton.messages.operator import NodeStatus
 from baton.registry import DesiredState, NodeRecord
 from router.listeners import Listeners
 from router.placement.encoders import LoadedEncoder
-from router.placement.known_node import KnownNode, NodeState, Partners
+from router.placement.known_node import KnownNode, NodeState, Partners, has_free_seat
 from router.placement.placement import Candidate, Candidates, Demand, NodeSize, Origin, may_serve, size_of
 from router.placement.room import DEFAULT_RULES, Lack, RoomRules
 from router.placement.versions import Registered, Serving, left_out, serving_versions
@@ -328,7 +328,7 @@ class ClusterView:
             self._count_full(self._slots[number], candidate)
             are_same &= (candidate is None) is (self._slots[number] is None)
             self._slots[number] = candidate
-            (self._with_free_seats.add if _has_free_seat(candidate) else self._with_free_seats.discard)(incarnation)
+            (self._with_free_seats.add if has_free_seat(candidate) else self._with_free_seats.discard)(incarnation)
             if candidate is not None:
                 changed.append(candidate)
         self._changed.clear()
@@ -409,11 +409,9 @@ class ClusterView:
 
     def encoders(self) -> Sequence[LoadedEncoder]:
         """The encode nodes that take work."""
-        return [
-            LoadedEncoder(node.description, node.load.running + node.load.waiting)
-            for node in self._nodes.values()
-            if node.description is not None and not node.runs_legs and node.state is NodeState.READY
-        ]
+        ready = (node for node in self._nodes.values() if not node.runs_legs and node.state is NodeState.READY)
+        loads = ((node.description, node.load.running + node.load.waiting) for node in ready)
+        return [LoadedEncoder(description, load) for description, load in loads if description is not None]
 
     def served_by(self) -> tuple[NodeDescription, ...]:
         """The descriptions of the attached nodes of the versions that get new requests, whether or not they take work.
@@ -504,10 +502,3 @@ class ClusterView:
             drained = node.load.draining or record.state == "draining"
             named = record.name, record.role, record.address
             yield incarnation, (*named, state, node.detail, node.notice, drained, left_out.get(incarnation, ""))
-
-
-def _has_free_seat(candidate: Candidate | None) -> bool:
-    if candidate is None or candidate.node.role is not Role.DECODE:
-        return False
-    seats = candidate.node.max_num_seqs
-    return not seats or candidate.load < seats

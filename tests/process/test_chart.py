@@ -29,6 +29,7 @@ OPEN: dict[str, Any] = {"insecure": True}
 EMITTED = UpConfig.model_validate(
     {
         "prefill": 3,
+        "encode": 2,
         "routers": 2,
         "device": "cuda",
         "kv_cache_memory": "40GiB",
@@ -69,6 +70,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no registry": ({**OPEN, "redis": {"enabled": False}}, "redis.url"),
     "no place for the model": ({**OPEN, "model": {"volume": {"emptyDir": {}}}}, "model.path"),
     "unknown value": ({**OPEN, "prefil": {}}, "prefil"),
+    "an encode node on several hosts": ({**OPEN, "encode": {"hosts": 2}}, "encode.hosts"),
     "no decode node": ({**OPEN, "decode": {"replicas": 0}}, "decode"),
     "decode nodes of an encoder": ({**OPEN, "model": {"generates": False}}, "model.generates"),
     "a flag of nodes for routers": ({**OPEN, "router": {"flags": {"max-num-seqs": 4}}}, "max-num-seqs"),

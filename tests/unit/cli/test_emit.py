@@ -24,7 +24,7 @@ from baton.cli.cluster.emit.processes import EmittedProcess, emitted_processes
 from baton.cli.cluster.emit.slurm import slurm_files
 from baton.cli.cluster.emit.systemd import systemd_files
 from baton.cli.cluster.emit.write import write
-from baton.cli.cluster.supervisor.plan import plan_nodes, words_of
+from baton.cli.cluster.supervisor.plan import plan_nodes
 from baton.config import NodeConfig, RouterConfig, UpConfig, load
 from baton.errors import ConfigError, UsageError
 
@@ -567,14 +567,22 @@ def test_helm_values_have_the_hosts_of_each_node() -> None:
 
 def test_encode_nodes_are_one_process_each_and_share_the_settings_of_all() -> None:
     config = up(encode=2, tp=2, max_num_seqs=9, metrics_port=9000)
-    planned = [child for child in plan_nodes(config, "redis://r", 8, None) if child.role != "router"]
-    assert [child.name for child in planned] == ["prefill-0", "decode-0", "encode-0", "encode-1"]
-    for place, child in enumerate(planned):
-        settings = settings_of_command(list(words_of(child.command)), child.environment)
-        assert isinstance(settings, NodeConfig)
-        expected = (child.role, 1 if child.role == "encode" else 2, 9, 2, 9000 + place)
-        found = settings.role, settings.tp, settings.max_num_seqs, settings.num_threads, settings.metrics_port
-        assert found == expected
+    nodes = [process for process in processes(config, 8) if process.command == "node"]
+    assert [(node.name, node.role) for node in nodes] == [
+        ("prefill-0", "prefill"),
+        ("decode-0", "decode"),
+        ("encode-0", "encode"),
+        ("encode-1", "encode"),
+    ]
+    for place, node in enumerate(nodes):
+        own = {} if node.role == "encode" else {"--tp": "2"}
+        assert node.flags == own | {
+            "--role": node.role,
+            "--node-id": node.name,
+            "--max-num-seqs": "9",
+            "--threads": "2",
+            "--metrics-port": str(9000 + place),
+        }
     values = yaml.safe_load(helm_files(config, processes(config), "")["values.yaml"])
     assert values["encode"] == {"replicas": 2, "flags": {"max-num-seqs": "9"}}
     with pytest.raises(UsageError, match="encode"):

@@ -19,12 +19,15 @@ IMAGE = EncoderContent.of(b"an image")
 class Driver:
     """Notes what is wanted of the engine's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, refuses: bool = False) -> None:
+        self._refuses = refuses
         self.wanted: asyncio.Queue[WantedRows] = asyncio.Queue()
         self.ended: list[int] = []
 
     def want_rows(self, wanted: WantedRows) -> None:
         self.wanted.put_nowait(wanted)
+        if self._refuses:
+            wanted.answer(EngineFault("nothing is to be made of this"))
 
     def end_rows(self, number: int) -> None:
         self.ended.append(number)
@@ -49,7 +52,7 @@ def asked(content: EncoderContent = IMAGE, num_rows: int = 7, digest: str = IMAG
     ids=["data", "digest", "rows", "draining"],
 )
 async def test_a_wrong_call_gets_nowhere(request_: RowsRequest, draining: bool, error: type[BatonError]) -> None:
-    driver = Driver()
+    driver = Driver(refuses=True)
     with pytest.raises(error):
         async with maker_of(driver, draining=draining).made(request_):
             pytest.fail("nothing was made")

@@ -20,7 +20,8 @@ CAN = {"capabilities": GENERATES | {Capability.IMAGE}}
 
 def encoder(name: str, **changes: object) -> NodeDescription:
     """An encode node; its numerics name less than those of a node with a language model."""
-    made = {"capabilities": frozenset((Capability.IMAGE,)), "numerics": "rows", "row_numerics": "rows", **changes}
+    names = {"numerics": "rows", "row_numerics": "rows", "kv_layout": "none"}
+    made = {"capabilities": frozenset((Capability.IMAGE,)), **names, **changes}
     return description(name, Role.ENCODE, **made)  # type: ignore[arg-type]
 
 
@@ -32,6 +33,7 @@ def test_an_image_stays_with_its_encode_node_while_that_has_not_much_more_to_do(
     digests = [f"{number}" for number in range(3000)]
     three = {digest: encoder_for(digest, loaded(e0=0, e1=MOST_MORE, e2=0)) for digest in digests}
     counts = Counter(node.node_id for node in three.values() if node is not None)
+    assert len(counts) == 3
     assert min(counts.values()) > 900
     two = {digest: encoder_for(digest, loaded(e0=0, e2=0)) for digest in digests}
     # Without one of them the images of the others stay where they are.

@@ -45,7 +45,8 @@ async def wait_for_cached_blocks(cluster: MiniCluster, num_blocks: int) -> None:
 
 
 async def test_a_request_goes_where_its_prefix_is_cached_and_explain_says_why(tmp_path: Path) -> None:
-    settings = {"max_local_prefill_tokens": 0}
+    # Otherwise a node that is idle could pull the prefix, rather than one that is busy for a moment have it.
+    settings = {"max_local_prefill_tokens": 0, "kv_pulls": "off"}
 
     def make_runner(_: str) -> SimulatedRunner:
         return SimulatedRunner(SPEC)

@@ -69,6 +69,7 @@ CODES = {
     "EngineFault": "INTERNAL",
     "TemplateFault": "INTERNAL",
     "BackgroundFault": "INTERNAL",
+    "NotLeader": "INTERNAL",
     "ConfigError": "FAILED_PRECONDITION",
 }
 """The column gRPC of the table, for every error class."""

@@ -44,6 +44,7 @@ SPECIAL: dict[str, Any] = {
     "lora_modules": "one=/given/one,two=/given/two",
     "preemption_mode": "auto",
     "speculative_config": '{"method": "grammar"}',
+    "goal_attainment": 0.25,
     "urgent_share": 0.25,
     "watermark": 0.25,
 }

@@ -315,7 +315,7 @@ class JoinProbes:
         return self._waits_for_others(probe) and probe.quiet_ticks >= self._times.max_quiet_ticks
 
     def _has_late_read(self, probe: Probe) -> bool:
-        return any(late.source.incarnation == probe.source.incarnation for late in self._late_reads.values())
+        return self.reads_go_on(probe.source.incarnation)
 
     def _start_waiting(self) -> list[ProbeEffect]:
         """Start every probe that can be read now, in the order in which their links came up; those of senders that have
@@ -325,6 +325,10 @@ class JoinProbes:
             if probe.state is ProbeState.WAITING and probe.is_connected and not self._has_late_read(probe):
                 effects += self._start(probe)
         return effects
+
+    def reads_go_on(self, incarnation: str) -> bool:
+        """Whether a read from this sender still runs though its probe has failed."""
+        return any(probe.source.incarnation == incarnation for probe in self._late_reads.values())
 
     def _start(self, probe: Probe) -> list[ProbeEffect]:
         if not self.local_blocks:

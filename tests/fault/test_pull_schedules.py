@@ -26,7 +26,7 @@ PER_TEST = 60
 HAPPENS = {
     *("kill", "stop", "link cut", "one way", "reads frozen", "cancel", "finished after a failover"),
     *("pulled behind own blocks", "pulled by a prefill node", "pulled by a decode node"),
-    *("pull ended: peer_gone", "pull ended: digest_mismatch"),
+    "pull ended: peer_gone",
 }
 """Events that each sixty of schedules must contain at least once."""
 
@@ -74,7 +74,8 @@ class PullSchedule(Schedule):
 
     def _draw_limits(self, seed: int) -> SimulatedLimits:
         limits = replace(super()._draw_limits(seed), prefill_block_size=BLOCK_SIZE)
-        return replace(limits, num_prefill_blocks=limits.num_blocks, num_blocks=self.rng.choice([24, 48]))
+        # The longest request fits on every node.
+        return replace(limits, num_prefill_blocks=self.rng.choice([24, 48]), num_blocks=self.rng.choice([24, 48]))
 
     def _pair(self) -> tuple[str, str] | None:
         nodes = [node.incarnation for _, node in sorted(self.cluster.nodes.items())]
@@ -96,13 +97,15 @@ class PullSchedule(Schedule):
 
 
 SEEDS = drawn_seeds(NUM_SCHEDULES)
+LINK_ENDS_IN_A_PROBE = 1263
+"""In this schedule a link for pulls ends while a probe's read runs, which only another link brings to its end."""
 
 
 @pytest.mark.parametrize("first", SEEDS[::PER_TEST])
 def test_what_is_pulled_changes_no_token_and_every_block_comes_back(first: int) -> None:
     struck: Counter[str] = Counter()
     seeds = range(first, min(first + PER_TEST, SEEDS.stop))
-    for seed in seeds:
+    for seed in (*seeds, LINK_ENDS_IN_A_PROBE):
         with named_seed(seed):
             run_virtually(PullSchedule(seed, struck).run())
     if len(seeds) == PER_TEST:

@@ -376,7 +376,10 @@ class Intake:
 
     def _is_wanted(self, source: Peer) -> bool:
         """Whether there is to be a link though nothing needs it now. After a failed probe, the probes open it."""
-        return source.incarnation in self._members and self.probes.objection(source.incarnation) is None
+        name = source.incarnation
+        # The read of a probe may only end while its sender knows of a reader.
+        is_known = name in self._members or self.probes.reads_go_on(name)
+        return is_known and self.probes.objection(name) is None
 
     def _reopen(self, source: Peer) -> bool:
         """Open a link again if reads are still running after its end, or the sender is still in the cluster."""

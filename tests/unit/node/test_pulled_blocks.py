@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from baton.engine.connector import ExternalTokens, Pin
@@ -117,9 +119,12 @@ async def test_a_prompt_does_not_wait_for_a_node_that_takes_no_pulls() -> None:
         # As if the sender were of an earlier version.
         holders.link_down(name)
         holders.link_up(name, takes_pulls=False)
-        told = rig.receiver.recorder.num_told
+        told, posted = rig.receiver.recorder.num_told, asyncio.Event()
         rig.receiver.connector.request_added(request(rig))
         assert holders.is_meeting(name)
-        await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.num_told > told)
+        asyncio.get_running_loop().call_soon_threadsafe(posted.set)
+        await posted.wait()
+        # At once, and not when a timer is over.
         assert not holders.is_meeting(name)
+        assert rig.receiver.recorder.num_told == told + 1
         assert rig.receiver.connector.get_num_new_matched_tokens(request(rig), 0).num_tokens == 0

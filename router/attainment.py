@@ -24,7 +24,7 @@ class Kept(enum.Enum):
     """Its tokens came too slowly."""
     LATE_AND_SLOW = "late_and_slow"
     FAILED = "failed"
-    """It had an error that was not its client's."""
+    """The request had an error that was not its client's."""
 
     @property
     def is_late(self) -> bool:

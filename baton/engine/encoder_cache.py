@@ -37,7 +37,7 @@ class EncoderInput:
     num_rows: int
     """Rows that its encoder makes; between them a prompt may have text."""
     tenant: str = ""
-    """Whose request it is of; empty: there are no tenants."""
+    """The tenant whose request it is of; empty: there are no tenants."""
 
     @property
     def digest(self) -> str:

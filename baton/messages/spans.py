@@ -178,7 +178,7 @@ class RowsRequest:
     num_rows: int = 0
     """How many rows are expected of it."""
     tenant: str = ""
-    """Whose request needs them; empty: there are no tenants."""
+    """The tenant whose request needs them; empty: there are no tenants."""
 
     @property
     def rows_decided_by(self) -> Mapping[str, str]:

@@ -55,7 +55,7 @@ class PlannerMode(Enum):
 
     OFF = "off"
     ADVISE = "advise"
-    """It tells operators what it would do."""
+    """The planner tells operators what it would do."""
     ON = "on"
 
 

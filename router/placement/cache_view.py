@@ -56,9 +56,9 @@ class CachedTokens(NamedTuple):
     """How many of a prompt's first tokens each node has, by incarnation; nodes that have none are left out."""
 
     soon: Mapping[str, int]
-    """Those that are on their way there included."""
+    """The tokens that are there or on their way there."""
     now: Mapping[str, int]
-    """As the nodes have reported."""
+    """The tokens that are there, as the nodes have reported."""
 
 
 NOTHING_CACHED = CachedTokens({}, {})

@@ -204,7 +204,7 @@ class Held:
 
     node: NodeDescription
     kv_format: KVFormat
-    """Of the node: those may pull that have the same one."""
+    """The format of the node's KV: nodes with the same one may pull."""
     num_tokens: int
     """How many of the prompt's first tokens it has."""
     always: bool = False

@@ -1,4 +1,4 @@
-"""Who has rows of an input, or makes them: the same encode node for the same input, so that it is made once. Pure."""
+"""Which node has rows of an input, or makes them: the same encode node for the same input, which makes them once."""
 
 from __future__ import annotations
 

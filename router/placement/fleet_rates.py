@@ -91,7 +91,7 @@ class UsualRates:
     rates: StepRates
     num_steps: int
     num_prompt_steps: int
-    """Of steps that computed prompts."""
+    """The number of steps that computed prompts."""
     num_decode_steps: int
 
 

@@ -395,15 +395,20 @@ class Placer:
             pairs_passed_over=self._pairs.not_allowed(now),
         )
 
+    def _kv_format(self, node: NodeDescription) -> KVFormat:
+        """The format of a node's KV, which is made once for each incarnation."""
+        known = self._kv_formats.get(node.incarnation)
+        return known or self._kv_formats.setdefault(node.incarnation, KVFormat.of(node))
+
     def _held(self, cached: Mapping[str, int], demand: Demand) -> Held | None:
         """The node that has most of the prompt cached, the least loaded of several."""
         most = max(cached.values())
         having = [node for name, count in cached.items() if count == most and (node := self._attached.get(name))]
-        # Of a model with states a decode node has those of its answers alone.
+        # A decode node has only its answers' states, if the model has states: prefill nodes come first.
         node = min(having, key=lambda one: (one.role is Role.DECODE, self._num_live_on[one.incarnation]), default=None)
         if node is None or (demand.origin is not None and demand.origin.bits != node.bits):
             return None
-        return Held(node, KVFormat.of(node), most, always=self._settings.pulls == "always")
+        return Held(node, self._kv_format(node), most, always=self._settings.pulls == "always")
 
     def _alone_tokens(self, level: ServiceLevel) -> int:
         """How many tokens of a prompt a decode node may compute while there are prefill nodes."""
@@ -432,8 +437,7 @@ class Placer:
             self._rates.ms_per_byte(incarnation, now),
             newcomer_share(now - candidate.attached_at),
             prefills_only=prefills_only,
-            known_kv_format=self._kv_formats.get(incarnation)
-            or self._kv_formats.setdefault(incarnation, KVFormat.of(candidate.node)),
+            known_kv_format=self._kv_format(candidate.node),
             work=work,
         )
 

@@ -33,13 +33,13 @@ class Holders:
         self._wake_engine = wake_engine
         self._watch = current_watch.get()
         self._pullable: set[str] = set()
-        """Those whose blocks are proven to be readable, and of the same size."""
+        """The incarnations whose blocks are proven to be readable, and of the same size."""
         self._takes_pulls: dict[str, bool] = {}
         """For each linked one whether it is pullable once its blocks are proven."""
         self._shunned_until: dict[str, float] = {}
         """Until when nothing is pulled from it since a pull has failed, on the clock."""
         self._meeting: set[str] = set()
-        """Those to which a link is being opened."""
+        """The incarnations to which a link is being opened."""
         self._timers: dict[str, asyncio.TimerHandle] = {}
         """The timers that end the waiting for these links."""
 

@@ -37,7 +37,7 @@ class IntakeConnector:
         self._planned: set[str] = set()
         """Requests with blocks that were reserved for a transfer."""
         self._pulling: set[str] = set()
-        """Those of both that pull."""
+        """The requests in either set that pull."""
 
     @property
     def num_followed(self) -> int:

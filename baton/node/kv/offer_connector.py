@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens, Pin
 from baton.engine.request import Request
@@ -92,20 +93,8 @@ class OfferConnector:
         num_stripes = len(block_ids) // len(layout.groups)
         self._post(lambda: handoff.pinned(pin, block_ids, num_stripes * layout.block_size))
         if block_ids and handoff.has_digests:
-            names = names_of_cached(pin.keys[:num_stripes], len(layout.groups))
-            self._after_step(lambda: self._digest_pinned(attempt, block_ids, names))
-
-    def _digest_pinned(self, attempt: AttemptKey, block_ids: Sequence[int], names: Sequence[BlockName]) -> None:
-        handoff = self._handoff
-        try:
-            digests = handoff.compute_digests(attempt, 0, block_ids, names)
-        except Exception as error:
-            said = "%s: could not compute the digests of blocks that are pulled, so their offer is withdrawn: %s"
-            _log.error(said, attempt, error, exc_info=not isinstance(error, BatonError))
-            detail = f"the sender could not compute digests: {error!r}"
-            self._post_now(lambda: handoff.withdraw(attempt, detail, promise_broken=True))
-        else:
-            self._post_now(lambda: handoff.digested(attempt, digests))
+            names = partial(names_of_cached, pin.keys[:num_stripes], len(layout.groups))
+            self._after_step(lambda: self._digest(attempt, 0, block_ids, names, 1, lambda: None))
 
     def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
         if request.leg is not Leg.PREFILL:
@@ -148,10 +137,26 @@ class OfferConnector:
     def _digest_blocks(
         self, request: Request, attempt: AttemptKey, first: int, block_ids: Sequence[int], parts: int
     ) -> None:
+        def withdrawn() -> None:
+            if (offered := self._offered.get(request.request_id)) is not None:
+                offered.is_withdrawn = True
+
+        names = partial(block_names, request, self._layout, first, len(block_ids))
+        self._digest(attempt, first, block_ids, names, parts, withdrawn)
+
+    def _digest(
+        self,
+        attempt: AttemptKey,
+        first: int,
+        block_ids: Sequence[int],
+        names: Callable[[], Sequence[BlockName]],
+        parts: int,
+        withdrawn: Callable[[], None],
+    ) -> None:
+        """Tell the digests of offered blocks. If they can't be computed, withdraw the offers and call `withdrawn`."""
         handoff = self._handoff
         try:
-            names = block_names(request, self._layout, first, len(block_ids))
-            digests = handoff.compute_digests(attempt, first, block_ids, names, parts)
+            digests = handoff.compute_digests(attempt, first, block_ids, names(), parts)
         except Exception as error:
             # Without digests the reader could not check the blocks that it reads.
             # A typed error, such as that of a stage that is gone, says all; of any other one the traceback tells more.
@@ -159,8 +164,7 @@ class OfferConnector:
             _log.error(said, attempt, error, exc_info=not isinstance(error, BatonError))
             detail = f"the sender could not compute digests: {error!r}"
             self._post_now(lambda: handoff.withdraw(attempt, detail, promise_broken=True))
-            if (offered := self._offered.get(request.request_id)) is not None:
-                offered.is_withdrawn = True
+            withdrawn()
         else:
             self._post_now(lambda: handoff.digested(attempt, digests))
 

@@ -308,7 +308,7 @@ def _width_of(embedding: nn.Module) -> int:
 
 
 def layers_of(module: nn.Module, num_layers: int) -> nn.ModuleList:
-    """As `looped_parts_of`. Raises UnsupportedAttention for a module without such a list."""
+    """The same as `looped_parts_of`; raises UnsupportedAttention for a module without such a list."""
     layers = looped_parts_of(module, num_layers)
     if layers is None:
         raise UnsupportedAttention(

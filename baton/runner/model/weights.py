@@ -302,7 +302,7 @@ def _plan(
     sizes = [*(stored.shape for stored in weights.values()), *(tensor.shape for tensor in plain.values())]
     check_size(skeleton, sizes)
     check_shapes(names, plain)
-    # Of a model that takes images the text part alone is quantised.
+    # The text part alone is quantised, if the model takes images.
     if how.quantization is not None and not how.image_part_alone:
         chosen = weights_to_quantize(skeleton, names, _of_text(skeleton, names, plain), how.quantization)
         weights, experts, plain = chosen.weights, chosen.experts, _without(plain, chosen.tensors)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
 from baton.node.kv.kv_role import KvRole
 from baton.node.role import NodeRole, RoleContext
@@ -14,7 +13,7 @@ class PrefillRole(KvRole):
 
     def attempt_aborted(self, attempt: AttemptKey) -> None:
         self.intake.abandon(attempt)
-        self.offering.withdraw(attempt, "aborted", TransferCause.CANCELLED)
+        self.offering.aborted(attempt)
 
 
 def make_role(context: RoleContext) -> NodeRole:

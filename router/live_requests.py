@@ -49,6 +49,7 @@ from router.flight.flight_record import FlightJournal, FlightRecord
 from router.flight.flight_table import (
     AbortLeg,
     AdoptLeg,
+    AttemptCause,
     Cancel,
     Delta,
     EmitPromptLogprobs,
@@ -60,6 +61,8 @@ from router.flight.flight_table import (
     GiveUp,
     LegEnded,
     MovedAway,
+    MoveEnded,
+    MoveStream,
     NodeGone,
     Place,
     Placed,
@@ -151,6 +154,8 @@ class LiveRequests:
         """Called when a node is attached, with its incarnation."""
         self.on_adapters: Listeners[str] = Listeners()
         """Called when a node has said which adapters it acknowledges, with its incarnation."""
+        self.on_move_ended: Listeners[ActiveRequest, MoveEnded] = Listeners()
+        """Called when a stream has moved to another node, or stays where it is."""
         self.changed = asyncio.Event()
         """Set when nodes came, went or began to drain; its one reader clears it."""
 
@@ -406,7 +411,7 @@ class LiveRequests:
     def attempts_on(self, incarnation: str) -> Sequence[AttemptKey]:
         """The attempts on a node that this router wants to continue when its link is open again."""
         flights = (active.flight for active in self._losses.active_on(incarnation))
-        return [flight.key for flight in flights if not flight.is_over]
+        return [key for flight in flights if not flight.is_over for key in flight.keys_on(incarnation)]
 
     def on_cut(self, incarnation: str, reason: str) -> None:
         """The link to a node is cut: nothing is placed on it, and its flights wait until it is open again or lost."""
@@ -497,6 +502,13 @@ class LiveRequests:
                         pending.extend(active.flight.handle(NodeGone(incarnation, "its stream is closed")))
                 case AbortLeg(incarnation, abort):
                     self._legs.abort(incarnation, abort)
+                case MoveStream(incarnation, move):
+                    # If the node is gone, the flight is told so.
+                    self._nodes.send(incarnation, move)
+                case MoveEnded() as ended:
+                    if ended.placement is not None:
+                        self._moved(active, ended.placement)
+                    self.on_move_ended(active, ended)
                 case LegEnded(incarnation, attempt):
                     self._view.released(incarnation, attempt)
                     self._has_new_room = True
@@ -567,6 +579,15 @@ class LiveRequests:
         effects = active.flight.handle(Placed(choice.placement, turn))
         self._write_record(active, choice.placement)
         return effects
+
+    def _moved(self, active: ActiveRequest, placement: Placement) -> None:
+        """The stream goes on at another node, as the next attempt."""
+        now, key = self._timers.monotonic(), active.flight.key
+        self.counters.attempts[AttemptCause.MOVED] += 1
+        active.placed_last_at = now
+        self.placer.moved(active.request, key.attempt, placement, now)
+        # The node that had the stream is not needed by a router that adopts it.
+        self._write_record(active, replace(placement, prefill=None))
 
     def _give_up_when_due(self, active: ActiveRequest) -> None:
         """Give a request up if it has waited long enough for what it waits for now; otherwise check again later."""

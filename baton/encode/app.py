@@ -49,6 +49,12 @@ class EncodeRole:
     def attempt_timed(self, attempt: AttemptKey, timings: StageTimings) -> None:
         return
 
+    def move_asked(self, to: AttemptKey, holder: str) -> None:
+        return
+
+    def arrived_tokens(self, attempt: AttemptKey) -> Sequence[int]:
+        return ()
+
     def transfer_figures(self, attempt: AttemptKey) -> TransferFigures | None:
         return None
 

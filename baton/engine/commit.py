@@ -97,10 +97,10 @@ class Commit:
         """The output length up to which a commit only appends a token (see `Request.append_only_until`).
 
         The token at that length fills a block, or the request ends or starts over with it. 0: each token needs more,
-        since it may complete a repetition, since drafts follow it, or since its output still has counts of cached
-        tokens.
+        since it may complete a repetition, since drafts follow it, since its output still has counts of cached tokens,
+        or since the request is moved.
         """
-        if request.repetition is not None or request.drafts is not None:
+        if request.repetition is not None or request.drafts is not None or request.move is not None:
             return 0
         num_output_tokens, block_size = len(request.output_token_ids), self._config.block_size
         to_full_block = block_size - request.num_computed_tokens % block_size
@@ -112,6 +112,8 @@ class Commit:
         if request.leg is Leg.PREFILL:
             # Its blocks are offered to where the next queries are.
             next_query = min(num_computed_tokens, manager.next_query(request))
+        elif request.seen_from:
+            next_query = min(num_computed_tokens, request.seen_from)
         if request.group is None or request.group.all_run:
             manager.drop_unseen(request.request_id, next_query)
 
@@ -137,8 +139,8 @@ class Commit:
         # With states, right drafts are computed again as known tokens, and are no chunk of a prompt.
         if not has_output or (num_scheduled_tokens > 1 and not self._config.keeps_states):
             state.events.record(EngineCoreEventType.CHUNK_COMPUTED, request, num_computed_tokens)
-        if request.leg is Leg.PREFILL:
-            block_ids = state.kv_cache_manager.submitted_block_ids(request)
+        if request.leg is Leg.PREFILL or request.move is not None:
+            block_ids = state.kv_cache_manager.exchanged_block_ids(request)
             try:
                 state.connector.blocks_computed(request, block_ids, num_computed_tokens)
             except Exception as exc:
@@ -160,6 +162,18 @@ class Commit:
             self._sequences.process_beam(request, request.beams, logprobs, outputs)
         else:
             self._append_tokens(request, token_ids, logprobs, outputs)
+
+    def _may_cut(self, request: Request) -> bool:
+        """Whether a request that is moved ends here with its last token. Ends the move if that came to its bound."""
+        move = request.move
+        if move is None:
+            return False
+        # With states, right drafts are still to be computed.
+        if request.num_computed_tokens == request.num_tokens - 1 and self._state.connector.may_cut(request):
+            return True
+        if request.num_tokens >= move.cut_by:
+            self._state.end_move(request, f"the reader was behind when there were {request.num_tokens} tokens")
+        return False
 
     def _commit_embedding(self, request: Request, embedding: bytes, outputs: OutputsByClient) -> None:
         state = self._state
@@ -201,7 +215,7 @@ class Commit:
             # The first sequence may have stopped, but the others need the prompt; a beam search has no first token yet.
             stop = None
             first_index = len(request.output_token_ids) if request.sampling_params.beam_width else first_index
-        if stop is None and request.leg is not Leg.PREFILL:
+        if stop is None and request.leg is not Leg.PREFILL and not self._may_cut(request):
             state.emit(request, first_index, logprobs, outputs)
             self._speculation.follow(request)
             if self._state.is_long(request) and not request.is_long:

@@ -29,6 +29,8 @@ class ExternalTokens:
     num_tokens: int | None
     load_async: bool = False
     """The request must wait in WAITING_FOR_REMOTE_KVS until the transfer reports."""
+    seen_from: int = 0
+    """Of a stream that is moved here: see `Request.seen_from`."""
 
 
 NO_EXTERNAL_TOKENS = ExternalTokens(0)
@@ -51,8 +53,8 @@ class ArrivedKV:
     of those first tokens of a prompt that another leg has pulled."""
 
     first_token_ids: Sequence[int]
-    """The output token that the prefill node sampled, as a sequence of one. It counts as generated; its KV is not
-    computed yet. Empty for what was pulled."""
+    """The output tokens behind the submitted ones, which count as generated. There is KV of all but the last one. A
+    prefill node samples one; a stream that is moved may have more. Empty for what was pulled."""
     first_logprobs: Sequence[TokenLogprobs] = ()
     """Log-probabilities for each of the first tokens, where the request asked for them."""
     partly_filled: Sequence[int] = ()
@@ -102,6 +104,8 @@ class KVTransferOutput:
     """Requests and pins whose leased or quarantined blocks no peer or transfer accesses any more."""
     pins: Sequence[Pin] = ()
     """Cached blocks that are to be kept until `released` names the pin; `KVConnector.pinned` answers each."""
+    moves_ended: Sequence[AttemptKey] = ()
+    """Attempts (`MoveOut.to`) to which a stream is not moved any more: it goes on here."""
 
 
 class KVConnector(Protocol):
@@ -139,7 +143,22 @@ class KVConnector(Protocol):
         ...
 
     def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
-        """A step was committed: the first `num_computed_tokens` tokens of the request have KV in `block_ids`."""
+        """A step was committed: the first `num_computed_tokens` tokens of the request have KV in `block_ids`.
+
+        Called for a prefill leg, and for a stream that is moved.
+        """
+        ...
+
+    def move_begun(self, request: Request) -> None:
+        """A running request has been told to move (`Request.move`)."""
+        ...
+
+    def move_ended(self, request_id: str, to: AttemptKey, why: str) -> None:
+        """A move has ended, or can't begin, and its request, if there is one, goes on here."""
+        ...
+
+    def may_cut(self, request: Request) -> bool:
+        """Whether the node to which a request is moved has read nearly all of its KV, so that it may end HANDED_OFF."""
         ...
 
     def load_failed(self, request: Request, block_ids: Sequence[int]) -> BlockFate:
@@ -154,7 +173,7 @@ class KVConnector(Protocol):
         """The request ended with these blocks. `transferring`: a transfer into them was started and has not reported.
 
         For the prefill leg it is called with the first token already in `request.output_token_ids`, and with its
-        log-probabilities in `request.last_logprobs`.
+        log-probabilities in `request.last_logprobs`; for a stream that was moved with all of its tokens.
         """
         ...
 
@@ -174,6 +193,15 @@ class NullConnector:
 
     def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
         return
+
+    def move_begun(self, request: Request) -> None:
+        raise RuntimeError("nothing is moved from here")
+
+    def move_ended(self, request_id: str, to: AttemptKey, why: str) -> None:
+        return
+
+    def may_cut(self, request: Request) -> bool:
+        return False
 
     def load_failed(self, request: Request, block_ids: Sequence[int]) -> BlockFate:
         return BlockFate.FREE

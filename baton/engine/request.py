@@ -12,7 +12,7 @@ from baton.engine.constraints import RepetitionDetector
 from baton.engine.encoder_cache import encoder_inputs
 from baton.machine import IllegalEvent
 from baton.messages.ids import AttemptKey, Peer, tenant_of
-from baton.messages.node import HeldPrefix, Leg, Outcome
+from baton.messages.node import HeldPrefix, Leg, MoveOut, Outcome
 from baton.messages.pooling import Pooling, PoolingParams
 from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
@@ -132,13 +132,13 @@ class Request:
     # A step with a thousand running requests waits for memory: slots take a quarter of what a dictionary takes.
     __slots__ = (
         "adapter", "append_only_until", "arrival_time", "attempt", "beams", "block_hashes", "client_index",
-        "draft_counts", "drafts", "encoder_inputs", "eos_token_ids", "error", "group", "has_new_draft_counts",
+        "cut_by", "draft_counts", "drafts", "encoder_inputs", "eos_token_ids", "error", "group", "has_new_draft_counts",
         "held_prefix",
-        "is_known", "is_long", "kv_source", "last_logprobs", "leg", "matchers", "num_cached_tokens",
+        "is_known", "is_long", "kv_source", "last_logprobs", "leg", "matchers", "move", "num_cached_tokens",
         "num_computed_tokens", "num_external_tokens", "num_found_tokens", "num_preemptions", "num_prompt_tokens",
         "num_submitted_tokens", "num_unreported", "outcome", "output_token_ids", "parent_id", "pooling",
         "prompt_logprobs", "prompt_token_ids", "pulled_end", "queue_position", "reader_block_size", "repetition",
-        "request_id", "root_id", "sampling_params", "sequence_index", "spans", "spec", "spec_token_ids", "status",
+        "request_id", "root_id", "sampling_params", "seen_from", "sequence_index", "spans", "spec", "spec_token_ids", "status",
         "stop_ids", "stop_reason", "turn_in_s",
     )  # fmt: skip
 
@@ -157,12 +157,14 @@ class Request:
         attempt: AttemptKey | None = None,
         turn_in_s: float = 0.0,
         held_prefix: HeldPrefix | None = None,
+        cut_by: int = 0,
     ) -> None:
         """`spec`: what is computed; the runner has its adapter loaded, or loads it before the request is scheduled.
         `output_token_ids`: tokens that an earlier attempt generated, which generation continues; one sequence only.
         `reader_block_size`: of a prefill leg, tokens in a block of the node that is to read its KV; 0: as many as here.
         `attempt`: its name towards routers and other nodes, where there are any.
         `held_prefix`: where the KV of its first tokens may be pulled from.
+        `cut_by`: of a decode leg to which a stream is moved, see `Submit.cut_by`.
         `turn_in_s`: how many seconds after its arrival it is its turn, where requests are served in turn.
 
         Raises ValueError for arguments that contradict each other.
@@ -201,6 +203,14 @@ class Request:
         tried."""
         self.pulled_end = 0
         """While that is pulled: how many of its first tokens have KV afterwards; 0: nothing is pulled."""
+        self.cut_by = cut_by
+        """Until the KV of a stream that is moved here has arrived: how many tokens it may have by then, for which
+        blocks are reserved; 0: none is moved here."""
+        self.move: MoveOut | None = None
+        """While it is moved to another node: where to."""
+        self.seen_from = 0
+        """While it is moved, on both nodes: how many of its tokens had KV when that began. Blocks of windows that no
+        query from there on sees are not moved, and all others are kept until that is over. 0: it is not moved."""
         self.pooling = (spec.pooling or PoolingParams()) if leg is Leg.EMBED else None
         """The vector that an embedding leg makes of the prompt; None for all others."""
         self.reader_block_size = reader_block_size
@@ -325,6 +335,17 @@ class Request:
         if self.pooling is not None and self.pooling.kind is Pooling.ALIGN:
             most = min(most, self.pooling.first_row)
         return most
+
+    @property
+    def num_exchanged_tokens(self) -> int:
+        """How many of its first tokens have KV that another node reads, or that is read from one.
+
+        Those that were submitted; of a stream that is moved all with KV, and where it is moved to as many as it may
+        have by then.
+        """
+        if self.move is not None:
+            return min(self.num_computed_tokens, self.num_tokens - 1)
+        return self.cut_by or self.num_submitted_tokens
 
     @property
     def num_given_tokens(self) -> int:

@@ -67,7 +67,7 @@ from baton.engine.waiting.preemption import Preemption
 from baton.engine.waiting.sequences import Sequences
 from baton.engine.waiting.waiting_requests import WaitingRequests
 from baton.errors import DuplicateRequest
-from baton.messages.node import Outcome
+from baton.messages.node import MoveOut, Outcome
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
@@ -176,6 +176,36 @@ class Scheduler:
             self._end([sequence], outcome, None, outputs)
             self._end_failed_groups(outputs)
         return outputs.seal()
+
+    def move(self, request_id: str, move: MoveOut) -> None:
+        """Let another node read the KV of a decoding request, and end the request HANDED_OFF when it has nearly all.
+
+        The connector is told at once if that can't begin, and later if the request goes on here for another reason.
+        """
+        state, request = self._state, self._state.requests.get(request_id)
+        why = self._why_not_moved(request, move)
+        if request is None or why:
+            state.connector.move_ended(request_id, move.to, why)
+            return
+        request.move, request.append_only_until = move, 0
+        # What a step in flight computes counts as computed already.
+        request.seen_from = min(request.num_computed_tokens, request.num_tokens - 1)
+        state.moving[request_id] = request
+        state.connector.move_begun(request)
+
+    def _why_not_moved(self, request: Request | None, move: MoveOut) -> str:
+        if request is None:
+            return "it is not here any more"
+        if request.has_several:
+            return "a request of several sequences stays where it is"
+        if request.move is not None:
+            return f"it is being moved to {request.move.to} already"
+        request_id = request.request_id
+        if request_id not in self._state.decodes.request_ids and request_id not in self._state.speculating:
+            return "it does not decode now"
+        if not request.num_prompt_tokens < move.num_tokens <= request.num_tokens < move.cut_by:
+            return f"it has {request.num_tokens} tokens, and is to move with {move.num_tokens} to {move.cut_by}"
+        return ""
 
     def grammar_compiled(self, request_id: str, matchers: Sequence[TokenMatcher]) -> None:
         """Give a request in WAITING_FOR_GRAMMAR a matcher for each sequence that it will have here.
@@ -347,13 +377,14 @@ class Scheduler:
     def may_run_ahead(self) -> bool:
         """Whether a step may be decided while the last one is in flight.
 
-        Not with beams, since the next beams follow from the tokens of the step in flight. Not while tokens are drafted:
+        Not with beams, since the next beams follow from the tokens of the step in flight. Not while a request is moved,
+        whose blocks nothing may write to once it is handed over. Not while tokens are drafted:
         how far these requests are is known only when the step is committed. Not if the step might preempt
         or the step in flight swaps out: a preempted request must not have a token in flight, and swapped blocks must be
         copied before a load from another node writes to them.
         """
         state = self._state
-        if state.beams or state.speculating or self._speculation.is_waiting:
+        if state.beams or state.speculating or state.moving or self._speculation.is_waiting:
             return False
         if any(plan.swapped_out or plan.num_drafts_wanted for plan in self._in_flight.values()):
             return False

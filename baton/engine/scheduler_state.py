@@ -139,6 +139,8 @@ class SchedulerState:
         self._finished_req_ids: set[str] = set()
         self._running_has_ended = False
         """Whether `running` may have requests that don't run any more."""
+        self.moving: dict[str, Request] = {}
+        """The requests that are moved to other nodes, by id."""
         self.parked: dict[str, Request] = {}
         """Computed beams. They keep their blocks for the beams that continue them, until the next step is decided."""
 
@@ -171,6 +173,7 @@ class SchedulerState:
         del self.requests[request.request_id]
         self.decodes.leave(request.request_id)
         self.speculating.pop(request.request_id, None)
+        self.moving.pop(request.request_id, None)
         self._finished_req_ids.add(request.request_id)
         self._running_has_ended = True
         if request.group is not None:
@@ -194,6 +197,13 @@ class SchedulerState:
             transfer_cause=transfer_cause,
             embedding=embedding,
         )
+
+    def end_move(self, request: Request, why: str) -> None:
+        """Let a request that is moved go on here."""
+        move, request.move, request.seen_from = request.move, None, 0
+        del self.moving[request.request_id]
+        if move is not None:
+            self.connector.move_ended(request.request_id, move.to, why)
 
     def fail(self, request: Request, error: Failure, outputs: OutputsByClient) -> None:
         """End a request that failed: INVALID where the request is at fault, and would fail on every node."""
@@ -329,7 +339,7 @@ class SchedulerState:
         # The draft model may be computing its tokens in these blocks.
         self._finished_req_ids.add(request.request_id)
         try:
-            fate = self.connector.load_failed(request, manager.submitted_block_ids(request))
+            fate = self.connector.load_failed(request, manager.exchanged_block_ids(request))
         except Exception:
             self.counters.num_connector_errors += 1
             fate, num_valid_blocks = BlockFate.QUARANTINED, 0
@@ -443,11 +453,12 @@ class SchedulerState:
         """Free, lease or quarantine a request's blocks, as the connector says; `keep`: leave freeing to the caller."""
         manager, request_id = self.kv_cache_manager, request.request_id
         try:
-            fate = self.connector.request_finished(request, manager.submitted_block_ids(request), transferring)
+            fate = self.connector.request_finished(request, manager.exchanged_block_ids(request), transferring)
         except Exception:
             self.counters.num_connector_errors += 1
             # A peer or transfer may still access the blocks; losing them to the quarantine is better than wrong KV.
-            fate = BlockFate.QUARANTINED if transferring or request.leg is Leg.PREFILL else BlockFate.FREE
+            is_read = request.leg is Leg.PREFILL or request.move is not None
+            fate = BlockFate.QUARANTINED if transferring or is_read else BlockFate.FREE
         if fate is BlockFate.FREE:
             if not keep:
                 manager.free(request_id)

@@ -115,6 +115,8 @@ class NodeDescription:
     """Groups of layers with blocks of their own; 0: a version that does not say it."""
     row_numerics: str = ""
     """Names what decides the rows of its encoder, beside model and dtype; empty: `numerics` does."""
+    takes_moves: bool = False
+    """Whether streams can be moved from and to it (`MoveOut`); False: an earlier version, or it decodes none."""
 
     @property
     def can(self) -> frozenset[Capability]:
@@ -188,6 +190,8 @@ class Submit:
     held_prefix: HeldPrefix | None = None
     """For a leg that computes the prompt: a node from which it may pull the KV of the first tokens, if it has them not
     itself; None: the router knows of none from which that would pay."""
+    cut_by: int = 0
+    """For a decode leg to which a stream is moved, see `MoveOut.cut_by`; 0: its source computes the prompt alone."""
 
     @property
     def num_sequences(self) -> int:
@@ -230,7 +234,25 @@ class Adopt:
     """The number of tokens that the router has of each sequence; 0 for sequences beyond the end of this list."""
 
 
-RouterMessage = Submit | Abort | WatchKVCache | Adopt | AdapterList
+@value(frozen=True, slots=True)
+class MoveOut:
+    """Router to node: a decode leg on another node is to continue this attempt, which decodes here.
+
+    The attempt goes on while its KV is read, and ends HANDED_OFF once nearly all of that is read. If anything fails
+    before that, it goes on here. An abort of `to` ends the move, and nothing else.
+    """
+
+    attempt: AttemptKey
+    to: AttemptKey
+    """The attempt of the decode leg, under which the KV is offered."""
+    num_tokens: int
+    """So many tokens, the prompt included, that leg was submitted with: the later ones come with the KV."""
+    cut_by: int
+    """The move has failed if the attempt has so many tokens, the prompt included, and not nearly all KV is read: the
+    other node has reserved blocks for no more."""
+
+
+RouterMessage = Submit | Abort | WatchKVCache | Adopt | AdapterList | MoveOut
 
 
 class Outcome(enum.Enum):
@@ -247,7 +269,7 @@ class Outcome(enum.Enum):
     LENGTH = "length"
     """The output has as many tokens as the request or the model permits."""
     HANDED_OFF = "handed_off"
-    """The prefill leg is done, and the decode leg continues it."""
+    """A prefill leg is done, or a stream was moved: a decode leg on another node continues it."""
     ABORTED = "aborted"
     """A router aborted the request, or the node did."""
     IGNORED = "ignored"

@@ -112,6 +112,14 @@ class ClusterEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class MovedStream:
+    """A stream has moved from one node to another, by their names."""
+
+    source: str
+    to: str
+
+
+@dataclass(frozen=True, slots=True)
 class RoleSet:
     """The result of a command that sets a node's role."""
 

@@ -32,7 +32,7 @@ from baton.engine.runner import ModelRunner, StepExecutor
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_state import failure_of
 from baton.errors import BatonError, CacheInUse
-from baton.messages.node import Outcome
+from baton.messages.node import MoveOut, Outcome
 from baton.node.adapters.adapter_cache import (
     AdapterCache,
     AdapterFailed,
@@ -158,6 +158,10 @@ class EngineDriver:
     def abort_sequence(self, request_id: str, index: int) -> None:
         """End one sequence of a request from outside; one that does not live is ignored."""
         self._inbox.put(lambda: self._scheduler.end_sequence(request_id, index, Outcome.ABORTED))
+
+    def move(self, request_id: str, move: MoveOut) -> None:
+        """Let another node take a request over, see `Scheduler.move`."""
+        self._inbox.put(lambda: self._scheduler.move(request_id, move))
 
     def tell_transfer(self, news: KVTransferOutput) -> None:
         """Pass on that KV arrived, failed to arrive, or that blocks were released."""

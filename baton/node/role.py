@@ -112,6 +112,15 @@ class NodeRole(Protocol):
         """How much KV was read into this node for the attempt; None if none was."""
         ...
 
+    def move_asked(self, to: AttemptKey, holder: str) -> None:
+        """A stream, which the engine knows by the id `holder`, is to move to an attempt on another node. Called before
+        the engine is asked."""
+        ...
+
+    def arrived_tokens(self, attempt: AttemptKey) -> Sequence[int]:
+        """The output tokens that have come with the attempt's KV; empty where none is known to have."""
+        ...
+
     def figures(self) -> Sequence[Figure | Distribution]:
         """The role's metrics, for the node's metrics page."""
         ...

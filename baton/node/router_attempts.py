@@ -21,6 +21,7 @@ from baton.messages.node import (
     Abort,
     Adopt,
     Leg,
+    MoveOut,
     NodeDescription,
     Outcome,
     RequestDelta,
@@ -135,6 +136,8 @@ class RouterAttempts:
             self._adopt(port, message)
         elif isinstance(message, Abort):
             self._abort(port, message)
+        elif isinstance(message, MoveOut):
+            self._move(port, message)
         else:
             self._submit(port, message)
 
@@ -197,6 +200,19 @@ class RouterAttempts:
         for delta in attempt.replayed(adopt.num_tokens):
             self._streams.tell(port, delta)
         self._set_sweep_timer()
+
+    def _move(self, port: Port, move: MoveOut) -> None:
+        """Let another node continue an attempt. If it can't, that node is told so, and its router by that node."""
+        running = self.book.running(move.attempt)
+        owner = running.owner if running is not None else port.client_index
+        is_next = move.to.request_id == move.attempt.request_id and move.to != move.attempt
+        if owner != port.client_index or not is_next or self.book.get(move.to) is not None:
+            self._log.record("fenced_move", move.attempt, 0, port.router_id)
+            return
+        self._log.record("move", move.attempt, move.cut_by, str(move.to))
+        # The engine answers, too, if the attempt is not there any more.
+        self._role.move_asked(move.to, str(move.attempt))
+        self._driver.move(str(move.attempt), move)
 
     def _abort(self, port: Port, abort: Abort) -> None:
         attempt = self.book.get(abort.attempt)
@@ -288,6 +304,9 @@ class RouterAttempts:
             owner = client_index if port is not None and key not in port.moved_away else None
             return owner, request_delta(output)
         timings = prompt_timings = None
+        if is_first and attempt.lacks_tokens_before(output.first_index):
+            # The stream was moved here: its last tokens have come with its KV.
+            attempt.given += tuple(self._role.arrived_tokens(key)[: output.first_index - len(attempt.given)])
         if is_first and (outcome is not None or output.first_index - len(attempt.given) <= 1):
             moved, now = self._role.transfer_figures(key), self._clock.monotonic()
             timings = attempt.clock.timings(now, output.num_cached_tokens, output.num_external_tokens, moved)

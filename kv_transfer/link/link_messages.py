@@ -159,8 +159,10 @@ class Closing:
     """Part of the last offer: the prompt is computed, or what was pulled is offered."""
 
     num_prompt_tokens: int
+    """So many tokens have KV; those of a stream that is moved may have been generated."""
     first_token_ids: Sequence[int]
-    """Empty for what was pulled."""
+    """The tokens behind those that the reader was submitted with, of which the last one has no KV. Empty for what was
+    pulled."""
     ended: bool
     """The request ended with its first token: nothing is left to decode."""
     first_logprobs: Sequence[TokenLogprobs] = ()
@@ -175,7 +177,8 @@ class Begun:
 
     attempt: AttemptKey
     num_tokens: int = 0
-    """For `Pull`: how many of the prompt's first tokens have blocks here, which are kept."""
+    """For `Pull`: how many of the prompt's first tokens have blocks here, which are kept. For a stream that is moved: how
+    many of its tokens have KV here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -475,7 +475,7 @@ class TransferBook:
         transfer.read_confirmed = answer
         # The answer covers all blocks, and replaces what the sender said of parts of them before.
         blocks = transfer.blocks
-        num_digests = (blocks.num_blocks - blocks.first_block) * transfer.digest_parts
+        num_digests = (transfer.next_block - blocks.first_block) * transfer.digest_parts
         transfer.valid_end = blocks.first_block
         transfer.sender_digests = list(answer.digests) if len(answer.digests) == num_digests else []
         return self._extend_valid(transfer) + self._arrive_if_proven(transfer)
@@ -519,9 +519,9 @@ class TransferBook:
         if not transfer.digests:
             return None
         sender, blocks, parts = transfer.plan.source.node_id, transfer.blocks, transfer.digest_parts
-        ids = blocks.digest_ids(blocks.first_block, blocks.num_blocks, parts)
+        ids = blocks.digest_ids(blocks.first_block, transfer.next_block, parts)
         if len(digests) != len(ids):
-            return f"{sender} sent {len(digests)} digests of {blocks.num_blocks - blocks.first_block} blocks"
+            return f"{sender} sent {len(digests)} digests of {transfer.next_block - blocks.first_block} blocks"
         pairs = zip(ids, digests, strict=True)
         wrong = [digest_id for digest_id, digest in pairs if transfer.digests.get(digest_id, digest) != digest]
         block = wrong[0] // blocks.local_digest_parts(parts) if wrong else 0

@@ -142,7 +142,17 @@ def offer_objection(transfer: Transfer, offer: Offer, sender_blocks: int, vocab_
 
 
 def _closing_objection(blocks: SenderBlocks, closing: Closing, end: int, vocab_size: int) -> str | None:
-    num_tokens = blocks.plan.num_prompt_tokens
+    plan, num_tokens = blocks.plan, blocks.plan.num_prompt_tokens
+    if plan.num_known_tokens:
+        least = plan.num_known_tokens + len(closing.first_token_ids) - 1
+        size, groups = blocks.sizes.reader_block_size, len(blocks.sizes.windows)
+        is_whole = end == -(-closing.num_prompt_tokens // size) * groups
+        if not (closing.num_prompt_tokens == least <= num_tokens and is_whole):
+            return (
+                f"a stream with KV of {closing.num_prompt_tokens} tokens in {end} blocks was offered, of which "
+                f"{plan.num_known_tokens} are known here, with {len(closing.first_token_ids)} more"
+            )
+        return _token_objection(closing.first_token_ids, vocab_size)
     if closing.num_prompt_tokens != num_tokens or end != blocks.num_blocks:
         return (
             f"a prompt of {closing.num_prompt_tokens} tokens in {end} blocks was offered, "

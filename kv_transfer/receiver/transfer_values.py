@@ -101,6 +101,9 @@ class TransferPlan:
     """The prompt blocks before this one hold their KV already."""
     is_pull: bool = False
     """Whether these are the first tokens of a prompt, from the sender's prefix cache: no token comes with them."""
+    num_known_tokens: int = 0
+    """For a stream that is moved, which may have at most `num_prompt_tokens` by then: how many of its tokens are known
+    here. 0: it is a prompt, all of which is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +177,7 @@ class MayPlan:
 
     attempt: AttemptKey
     num_tokens: int = 0
-    """For a pull: how many of the prompt's first tokens the sender keeps for it."""
+    """As in `Begun`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from baton.clock import Clock
 from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
+from baton.messages.kv_cache import NULL_BLOCK
 from baton.messages.node_report import HandoffSide, OpenHandoff
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.link.link_messages import (
@@ -88,7 +89,7 @@ class LeaseBook:
     def begun(self, attempt: AttemptKey, num_cached_tokens: int = 0) -> list[LeaseEffect]:
         """A prompt has all its blocks: from here on it will be computed, whatever becomes of the others.
 
-        `num_cached_tokens`: so many tokens are in the prefix cache and kept, for a reader that pulls them.
+        `num_cached_tokens`: so many tokens have KV and are kept, for a reader that pulls them or takes a stream over.
         """
         if self._records.is_over(attempt):
             return []
@@ -254,6 +255,8 @@ class LeaseBook:
                 if lease is not None and blocks_read > len(lease.block_ids):
                     self.counters["read_progress_bad"] += 1
                     return []
+                if lease is not None:
+                    lease.num_read = blocks_read
                 return [Recorded("read_progress", attempt, blocks_read)] if lease else []
             case ConfirmPart(attempt, end_block):
                 return self._confirm_part(reader, attempt, end_block)
@@ -289,6 +292,18 @@ class LeaseBook:
     def knows(self, attempt: AttemptKey) -> bool:
         """Whether there is a record of the attempt, which is not over then."""
         return self._records.get(attempt) is not None
+
+    def num_read(self, attempt: AttemptKey) -> int | None:
+        """How many of its first blocks the reader of a lease has, as far as it has said so; None: nobody reads.
+
+        A block that is not offered behind the reader's first one counts as one that it has.
+        """
+        lease = self._records.get(attempt)
+        if lease is None or lease.state is not LeaseState.READING:
+            return None
+        told = lease.block_ids[lease.first_block :]
+        num_unread = sum(block != NULL_BLOCK for block in told) - lease.num_read
+        return max(0, len(lease.block_ids) - num_unread)
 
     def state(self, attempt: AttemptKey) -> LeaseState | None:
         """The state of a lease that is not over."""

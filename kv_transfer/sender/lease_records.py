@@ -49,7 +49,9 @@ class AttemptLease:
     """When the first blocks were offered, on the clock's monotonic time."""
     block_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
-    """For a reader that pulls: how many tokens its blocks have."""
+    """For a reader that pulls or takes a stream over: how many tokens its blocks have at the beginning."""
+    num_read: int = 0
+    """How many blocks its reader says that it has read."""
     digests: list[int] = field(default_factory=list)
     digest_parts: int = 1
     """Digests of each block."""

@@ -34,6 +34,9 @@ since each rule is about the same few fields; what concerns one attempt or one s
 11. Tokens are a function of the request only among nodes with equal bits. Once the client has a token, or the
    log-probabilities of the prompt, each further attempt goes to nodes that the stream's `Origin` allows. Until then any
    version may serve the request.
+12. While a single sequence is decoded, it may be moved to another node (`flight_move`), which costs no attempt. Whatever
+   fails before the stream is handed over ends the move, and the stream goes on where it is; what fails afterwards is
+   a failure of the attempt that has it then.
 """
 
 from __future__ import annotations
@@ -59,6 +62,7 @@ from baton.messages.sampling import TokenLogprobs
 from baton.messages.speculation import NO_DRAFTS, DraftCounts
 from router.admission.request import ValidRequest
 from router.flight.flight_attempt import Attempt, AttemptBudget, AttemptTimings, FlightLeg
+from router.flight.flight_move import PendingMove
 from router.flight.flight_sequence import FlightSequence
 from router.flight.flight_table import (
     FLIGHT_TABLE,
@@ -78,10 +82,13 @@ from router.flight.flight_table import (
     LeaveToOtherRouter,
     LinkBack,
     MovedAway,
+    MoveEnded,
+    MoveTo,
     NodeGone,
     Place,
     Placed,
     SequenceEnded,
+    StopMove,
     StopStringFound,
 )
 from router.placement.placement import Origin, Placement
@@ -103,6 +110,7 @@ class Flight:
         "_lacks_prompt_logprobs",
         "_machine",
         "_max_tokens",
+        "_move",
         "_number",
         "_origin",
         "_sequences",
@@ -139,6 +147,7 @@ class Flight:
         self._has_given_prompt_logprobs = False
         self._checked_source: tuple[str, AttemptKey] | None = None
         """The node and attempt whose next tokens need no further check; None: a source is to be checked first."""
+        self._move: PendingMove | None = None
         self._max_tokens = request.sampling_params.max_tokens
         self._embedding = b""
 
@@ -182,8 +191,50 @@ class Flight:
 
     @property
     def incarnations(self) -> Set[str]:
-        """The incarnations of the running attempt's nodes."""
-        return self._attempt.legs.keys()
+        """The incarnations of the running attempt's nodes, and of that to which the stream is moved."""
+        running = self._attempt.legs.keys()
+        return running if self._move is None else running | {self._move.leg.node.incarnation}
+
+    def keys_on(self, incarnation: str) -> Sequence[AttemptKey]:
+        """The keys of the attempts that this node has a leg of, or is to have one."""
+        attempts = [self._attempt] if self._move is None else [self._attempt, self._move.attempt]
+        return [attempt.key for attempt in attempts if incarnation in attempt.legs]
+
+    @property
+    def decoder(self) -> NodeDescription | None:
+        """The node that decodes in the running attempt; None: there is none."""
+        legs = list(self._attempt.legs.values())
+        return legs[-1].node if legs else None
+
+    @property
+    def moving_to(self) -> AttemptKey | None:
+        """The attempt to which the stream is being moved; None: it stays."""
+        return None if self._move is None else self._move.key
+
+    @property
+    def origin(self) -> Origin | None:
+        """Where the stream began; None: the client has nothing yet that nodes computed."""
+        return self._origin_so_far()
+
+    def why_not_movable(self) -> str:
+        """Why the stream can't be moved to another node now; empty: it can."""
+        params = self.request.sampling_params
+        if self.request.embeds:
+            return "an embedding has no stream"
+        if params.n > 1 or params.beam_width:
+            return "a request of several sequences stays on its node"
+        if self._move is not None:
+            return "it is being moved already"
+        if self.state is not FlightState.STREAMING or self._attempt.is_adopting or self._lacks_prompt_logprobs:
+            return "it does not stream now"
+        *_, leg = self._attempt.legs.values()
+        if not leg.is_running or (leg.kind is Leg.DECODE and not self._attempt.decode_has_sent_tokens):
+            return "it does not stream now"
+        if not self.request.prompt_token_ids:
+            return "this router has not got its prompt"
+        if self._sequences[0].num_tokens + 1 >= params.max_tokens:
+            return "it is about to end"
+        return "" if leg.node.takes_moves else f"the version of node {leg.node.node_id} moves no streams"
 
     def attempt_timings(self) -> AttemptTimings:
         """The timings of the running attempt that its nodes have reported so far."""
@@ -248,6 +299,10 @@ class Flight:
                 return self._on_node_gone(incarnation, reason, lost_together)
             case LinkBack(incarnation):
                 return self._on_link_back(incarnation)
+            case MoveTo(node, most_tokens):
+                return self._on_move_to(node, most_tokens)
+            case StopMove(to, reason):
+                return self._end_move(reason) if self._move is not None and self._move.key == to else []
             case StopStringFound(stop, index):
                 return self._on_stop_string(self._sequences[index], stop)
             case Cancel(reason):
@@ -323,7 +378,51 @@ class Flight:
         for sequence in self._sequences:
             sequence.begin_attempt(num_known)
 
+    def _on_move_to(self, node: NodeDescription, most_tokens: int) -> list[FlightEffect]:
+        if self.why_not_movable() or self.decoder is None or self.decoder.incarnation == node.incarnation:
+            self.num_stale_events += 1
+            return []
+        self._number += 1
+        key = AttemptKey(self.request.request_id, self._number, self.flight_id)
+        given, num_prompt = self._known_tokens(), self.request.num_prompt_tokens
+        cut_by = num_prompt + min(len(given) + most_tokens, self._max_tokens)
+        self._move = PendingMove(self._attempt, key, node, given, cut_by)
+        return self._move.begin(self.takeover)
+
+    def _on_delta_of_move(self, move: PendingMove, delta: RequestDelta) -> list[FlightEffect]:
+        move.leg.is_acknowledged = True
+        if delta.outcome is None or delta.outcome in FINISH_REASONS:
+            move.early.append(delta)
+            return []
+        move.leg.outcome = delta.outcome
+        return self._end_move(f"node {move.leg.node.node_id}: {delta.error or delta.outcome.value}")
+
+    def _end_move(self, why: str, *, is_over: bool = False) -> list[FlightEffect]:
+        """Let the stream go on where it is, if it is being moved. `is_over`: the running attempt is over, too."""
+        move, self._move = self._move, None
+        return [] if move is None else move.end(why, self.takeover, is_over=is_over)
+
+    def _on_handed_over(self, leg: FlightLeg) -> list[FlightEffect]:
+        """The node that had the stream has ended it, for the node to which it is moved."""
+        move = self._move
+        if move is None:
+            # The router that wanted the move has lost this flight, or has given the move up too late.
+            return self._on_not_adopted(f"node {leg.node.node_id} has handed its stream over to nobody")
+        self._move = None
+        self._machine.feed(FlightStep.HANDED_OVER)
+        effects = self._attempt.end(ENDED_WELL, self.takeover, keep_handed_off=True)
+        self._attempt = move.attempt
+        # What the other node did not get with its leg it got with the KV.
+        move.attempt.num_given = self._sequences[0].num_tokens
+        self._sequences[0].begin_attempt(move.attempt.num_given)
+        effects.append(MoveEnded(move.key, move.attempt.placement))
+        for delta in move.early:
+            effects += self._on_delta(move.leg.node.incarnation, delta) if not self.is_over else []
+        return effects
+
     def _on_delta(self, incarnation: str, delta: RequestDelta) -> list[FlightEffect]:
+        if (move := self._move) is not None and (delta.attempt, incarnation) == (move.key, move.leg.node.incarnation):
+            return self._on_delta_of_move(move, delta)
         leg = self._attempt.legs.get(incarnation) if delta.attempt == self._attempt.key else None
         if leg is None or not leg.is_running:
             self.num_stale_events += 1
@@ -389,6 +488,8 @@ class Flight:
                 why = f"KV of {source.node_id} was lost: {delta.error}"
                 lost = self._attempt.legs.get(source.incarnation, leg)
                 return self._on_leg_lost(lost, why, AttemptCause.KV_LOST, delta.transfer_cause)
+            case Outcome.HANDED_OFF if leg.kind is not Leg.PREFILL:
+                return self._on_handed_over(leg)
             case Outcome.REFUSED:
                 return self._on_refused(node, delta.error, AttemptCause.REFUSED)
             case Outcome.ADAPTER_UNAVAILABLE:
@@ -430,9 +531,16 @@ class Flight:
     def _leave_to_other_router(self, error: BatonError) -> list[FlightEffect]:
         """End here without aborts: the attempt is another router's, or will be."""
         self._machine.feed(FlightStep.CANCEL)
-        return [*self._attempt.end_legs(), MovedAway(error)]
+        return [*self._end_move(str(error), is_over=True), *self._attempt.end_legs(), MovedAway(error)]
 
     def _on_node_gone(self, incarnation: str, reason: str, lost_together: Set[str]) -> list[FlightEffect]:
+        effects: list[FlightEffect] = []
+        if (move := self._move) is not None and incarnation == move.leg.node.incarnation:
+            move.leg.is_lost = True
+            effects = self._end_move(reason)
+        return effects + self._on_leg_gone(incarnation, reason, lost_together)
+
+    def _on_leg_gone(self, incarnation: str, reason: str, lost_together: Set[str]) -> list[FlightEffect]:
         leg = self._attempt.legs.get(incarnation)
         if leg is None or leg.is_lost or self.state not in (FlightState.PREFILLING, FlightState.STREAMING):
             return []
@@ -444,13 +552,16 @@ class Flight:
         return self._on_leg_lost(leg, reason, AttemptCause.NODE_LOST)
 
     def _on_link_back(self, incarnation: str) -> list[FlightEffect]:
+        effects: list[FlightEffect] = []
+        if (move := self._move) is not None and incarnation == move.leg.node.incarnation:
+            effects = move.adopt(self.takeover)
         leg = self._attempt.legs.get(incarnation)
         if leg is None or not leg.is_running:
-            return []
+            return effects
         # Messages that were on their way when the link was cut may be lost: the node's answer says what it has.
         leg.is_acknowledged = False
         leg.aborted_sequences.clear()
-        return [self._adopt_leg(leg)]
+        return [*effects, self._adopt_leg(leg)]
 
     def _num_unrelated(self, lost: Set[str]) -> int:
         """How many of these nodes no attempt of this flight was on."""
@@ -547,7 +658,8 @@ class Flight:
 
     def _finish(self) -> list[FlightEffect]:
         attempt, first = self._attempt, self._sequences[0]
-        effects = attempt.end(ENDED_WELL, self.takeover, keep_handed_off=attempt.decode_has_sent_tokens)
+        effects = self._end_move(ENDED_WELL, is_over=True)
+        effects += attempt.end(ENDED_WELL, self.takeover, keep_handed_off=attempt.decode_has_sent_tokens)
         reasons = first.finish_reason, first.stop_reason
         return [*effects, Finish(*reasons, attempt.stage_timings(), attempt.path(), self._embedding)]
 
@@ -556,7 +668,7 @@ class Flight:
         return [*self._abort_all(str(error)), Fail(error)]
 
     def _abort_all(self, reason: str) -> list[FlightEffect]:
-        return self._attempt.end(reason, self.takeover)
+        return [*self._end_move(reason, is_over=True), *self._attempt.end(reason, self.takeover)]
 
 
 def _final_error(node: NodeDescription, delta: RequestDelta) -> BatonError:

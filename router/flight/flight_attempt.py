@@ -94,6 +94,7 @@ class Attempt:
     """The running or next attempt of a flight: its nodes, once it has any, and the messages to them."""
 
     __slots__ = (
+        "cut_by",
         "decode_has_sent_tokens",
         "given",
         "is_adopting",
@@ -113,12 +114,15 @@ class Attempt:
         given: Sequence[int] = (),
         num_given: int | None = None,
         before: Attempt | None = None,
+        cut_by: int = 0,
     ) -> None:
         """`placement`: None: it has no nodes yet, and `before` is the attempt before it, if there is one.
 
         `given`: output tokens that its nodes are given with the prompt; `num_given`: how many they were given, if
-        another router began the attempt, whose nodes may still replay what they computed.
+        another router began the attempt, whose nodes may still replay what they computed. `cut_by`: see
+        `Submit.cut_by`.
         """
+        self.cut_by = cut_by
         self.request = request
         self.key = key
         self.placement: Placement | None = before.placement if before is not None else placement
@@ -187,9 +191,11 @@ class Attempt:
 
     def submissions(self, takeover: int, turn: float | None = None) -> list[FlightEffect]:
         """The legs, to be sent to their nodes. `turn`: see `Submit.turn`."""
-        return [SubmitLeg(leg.node.incarnation, self._submit(leg.kind, takeover, turn)) for leg in self.legs.values()]
+        legs = self.legs.values()
+        return [SubmitLeg(leg.node.incarnation, self.submission(leg.kind, takeover, turn)) for leg in legs]
 
-    def _submit(self, leg: Leg, takeover: int, turn: float | None) -> Submit:
+    def submission(self, leg: Leg, takeover: int, turn: float | None = None) -> Submit:
+        """The message with which the node of a leg gets it."""
         placement = self.placement
         prefill = placement.prefill if placement else None
         reader_block_size = 0
@@ -206,6 +212,7 @@ class Attempt:
             reader_block_size=reader_block_size,
             turn=turn,
             held_prefix=placement.held_prefix if placement and leg is not Leg.DECODE else None,
+            cut_by=self.cut_by if leg is Leg.DECODE else 0,
         )
 
     def _spec(self, leg: Leg) -> RequestSpec:

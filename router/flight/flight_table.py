@@ -6,6 +6,10 @@ A flight is one client request from admission to its single terminal state:
     PREFILLING  its legs are sent; no token of this attempt has arrived
     STREAMING   tokens of this attempt arrive
     RETRYING    an attempt failed; the flight waits for other nodes
+
+While it streams, it may be moved to another node: an attempt there, which is none of the flight's as long as it reads
+the KV, becomes the running one when the node that had the stream hands it over.
+
     FINISHED, FAILED, CANCELLED: final, and nothing that arrives later changes anything
 """
 
@@ -19,7 +23,7 @@ from typing import Final, TypeAlias
 from baton.errors import BatonError
 from baton.messages.generation import Path
 from baton.messages.ids import AttemptKey
-from baton.messages.node import Abort, Adopt, RequestDelta, StageTimings, Submit
+from baton.messages.node import Abort, Adopt, MoveOut, NodeDescription, RequestDelta, StageTimings, Submit
 from baton.messages.sampling import TokenLogprobs
 from baton.values import value
 from router.placement.placement import Origin, Placement
@@ -50,6 +54,7 @@ class FlightStep(enum.Enum):
     STOP_STRING = enum.auto()
     GAVE_UP = enum.auto()
     CANCEL = enum.auto()
+    HANDED_OVER = enum.auto()
 
     __hash__ = object.__hash__
 
@@ -67,6 +72,8 @@ FLIGHT_TABLE: Final[dict[tuple[FlightState, FlightStep], FlightState]] = {
     (_S.STREAMING, _E.LEG_LOST): _S.RETRYING,
     (_S.PREFILLING, _E.REFUSED): _S.RETRYING,
     (_S.STREAMING, _E.REFUSED): _S.RETRYING,
+    # The stream was moved, and goes on at another node.
+    (_S.STREAMING, _E.HANDED_OVER): _S.PREFILLING,
     (_S.PREFILLING, _E.ENDED): _S.FINISHED,
     (_S.STREAMING, _E.ENDED): _S.FINISHED,
     (_S.STREAMING, _E.STOP_STRING): _S.FINISHED,
@@ -112,6 +119,23 @@ class LinkBack:
 
 
 @value(frozen=True, slots=True)
+class MoveTo:
+    """Let this node continue the stream, which is taken from the node that decodes it as soon as its KV is there."""
+
+    node: NodeDescription
+    most_tokens: int
+    """So many further tokens it may have by then."""
+
+
+@value(frozen=True, slots=True)
+class StopMove:
+    """The stream has not moved in time: it stays where it is."""
+
+    to: AttemptKey
+    reason: str
+
+
+@value(frozen=True, slots=True)
 class StopStringFound:
     """The text of a sequence contains a stop string."""
 
@@ -140,7 +164,18 @@ class LeaveToOtherRouter:
     error: BatonError
 
 
-FlightEvent: TypeAlias = Placed | Delta | NodeGone | LinkBack | StopStringFound | Cancel | GiveUp | LeaveToOtherRouter
+FlightEvent: TypeAlias = (
+    Placed
+    | Delta
+    | NodeGone
+    | LinkBack
+    | MoveTo
+    | StopMove
+    | StopStringFound
+    | Cancel
+    | GiveUp
+    | LeaveToOtherRouter
+)
 
 
 class AttemptCause(enum.Enum):
@@ -157,6 +192,8 @@ class AttemptCause(enum.Enum):
     """The client came back, and the nodes of the attempt before are gone."""
     NOT_KEPT = "not_kept"
     """The attempt before was to be adopted, but its node has nothing of it."""
+    MOVED = "moved"
+    """The stream was moved to another node, and nothing was computed again."""
 
 
 @value(frozen=True, slots=True)
@@ -198,6 +235,25 @@ class AbortLeg:
 
     incarnation: str
     abort: Abort
+
+
+@value(frozen=True, slots=True)
+class MoveStream:
+    """Tell a node to hand a stream over to another one."""
+
+    incarnation: str
+    move: MoveOut
+
+
+@value(frozen=True, slots=True)
+class MoveEnded:
+    """A move has ended."""
+
+    to: AttemptKey
+    placement: Placement | None
+    """The nodes of the attempt that continues the stream; None: it stays where it is."""
+    why: str = ""
+    """Why it stays there; empty: it has moved, or its request is over."""
 
 
 @value(frozen=True, slots=True)
@@ -281,6 +337,8 @@ FlightEffect: TypeAlias = (
     | SubmitLeg
     | AdoptLeg
     | AbortLeg
+    | MoveStream
+    | MoveEnded
     | LegEnded
     | EmitPromptLogprobs
     | EmitTokens

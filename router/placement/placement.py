@@ -199,6 +199,26 @@ def choose(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = 
     return Placement(None, alone.node, why_alone(candidates, prefills, decodes, exclude))
 
 
+def choose_move(candidates: Sequence[Candidate], demand: Demand, source: NodeDescription) -> NodeDescription:
+    """The decode node to which a stream of `source` is moved: the least loaded one that has room.
+
+    Raises NoCapacity with the reason if there is none, and what `fitting_nodes` raises.
+    """
+    own = KVFormat.of(source)
+    others = [c for c in candidates if c.node.role is Role.DECODE and c.node.incarnation != source.incarnation]
+    if not others:
+        raise NoCapacity("there is no other decode node")
+    fitting = fitting_nodes(others, demand, frozenset())
+    able = [c for c in fitting if c.node.takes_moves and c.node.block_size == source.block_size]
+    able = [c for c in able if KVFormat.of(c.node).fits(own)]
+    if not able:
+        raise NoCapacity(f"no other decode node takes streams of {source.node_id}: their versions or KV differ")
+    with_room = [c for c in able if not takes_no_stream(c)]
+    if not with_room:
+        raise NoCapacity("all other decode nodes are full")
+    return min(with_room, key=_order).node
+
+
 def choose_in_turn(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = frozenset()) -> Placement:
     """The pair of nodes that were unused for longest, however loaded they are; otherwise as `choose`."""
     placement = choose([replace(candidate, load=0.0) for candidate in candidates], demand, exclude)

@@ -46,6 +46,7 @@ from router.placement.placement import (
     Placement,
     choose,
     choose_in_turn,
+    choose_move,
     demand_of,
     fitting_nodes,
     may_serve,
@@ -53,7 +54,7 @@ from router.placement.placement import (
     why_embedded,
 )
 from router.placement.placement import with_room as only_with_room
-from router.placement.reasons import ADOPTED
+from router.placement.reasons import ADOPTED, MOVED, Reason
 
 ALONE_TOKENS = 512
 _ENCODES = frozenset((Capability.IMAGE, Capability.TRANSCRIBE))
@@ -289,11 +290,38 @@ class Placer:
         if self.log.is_recording:
             self.log.add(decision_of(choice, self._settings.policy.value, now, standing))
 
-    def adopted(self, request: ValidRequest, attempt: int, placement: Placement, now: float) -> None:
+    def choose_move(
+        self,
+        candidates: Sequence[Candidate],
+        request: ValidRequest,
+        source: NodeDescription,
+        origin: Origin | None,
+        now: float,
+    ) -> NodeDescription:
+        """Choose the node to which a request's stream is moved from `source`. `origin`: where it began.
+
+        Raises NoCapacity with the reason if there is none.
+        """
+        bad = self._nodes.not_allowed(now)
+        allowed = [c for c in candidates if c.node.node_id not in bad] if bad else candidates
+        return choose_move(allowed, demand_of(request, origin), source)
+
+    def moved(self, request: ValidRequest, attempt: int, placement: Placement, now: float) -> None:
+        """The attempt has the request's stream, which was moved to its node."""
+        self.adopted(request, attempt, placement, now, reason=MOVED)
+
+    def adopted(
+        self,
+        request: ValidRequest,
+        attempt: int,
+        placement: Placement,
+        now: float,
+        reason: Reason = ADOPTED,
+    ) -> None:
         """The attempt runs on these nodes already, for another router: its tokens are in their reports."""
         self._end_attempt(request.request_id)
         self._add_live(request.request_id, attempt, placement)
-        choice = Choice(replace(placement, reason=ADOPTED), request, attempt)
+        choice = Choice(replace(placement, reason=reason), request, attempt)
         self.log.add(decision_of(choice, self._settings.policy.value, now))
 
     def end(self, request_id: str) -> None:

@@ -23,6 +23,7 @@ CHEAPEST_PAIR = Reason("cheapest_pair", "cheapest pair")
 CHEAPER_ALONE = Reason("cheaper_on_one_node", "cheaper on one node")
 STAYS = Reason("stays_where_its_prompt_is", "decode nodes are full, or close to their target of the time per token")
 EMBEDDING = Reason("an_embedding_takes_one_node", "an embedding takes one node")
+MOVED = Reason("moved", "moved there while it was decoded")
 ADOPTED = Reason("adopted", "adopted: another router placed it there")
 ADOPTED_FROM_RECORD = Reason("adopted_from_another_router", "adopted from another router")
 

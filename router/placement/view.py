@@ -487,6 +487,11 @@ class ClusterView:
         is_changing = node.attached and role not in (None, node.record.role)
         return f"becomes a {role} node when its work is done" if is_changing else ""
 
+    def leaving(self) -> frozenset[str]:
+        """The incarnations of attached nodes that are to be empty: they drain, or are cordoned."""
+        states = (NodeState.DRAINING, NodeState.CORDONED)
+        return frozenset(name for name, node in self._nodes.items() if node.runs_legs and node.state in states)
+
     @property
     def cordoned(self) -> list[str]:
         """The names of cordoned nodes that are attached."""

@@ -51,6 +51,12 @@ class FakeConnector:
         """The blocks of each pin."""
         self.offers: dict[str, tuple[Sequence[int], int]] = {}
         """For each prefill leg, by request id: its blocks, and the number of tokens that are computed in them."""
+        self.moves: dict[str, int] = {}
+        """For each request that was moved: how many tokens had KV when that began."""
+        self.moves_ended: dict[AttemptKey, str] = {}
+        """Why each move ended whose request went on, or was not there."""
+        self.may_be_cut: set[str] = set()
+        """Requests that are moved and of which the other node has nearly all."""
         self.leased: dict[str, tuple[Sequence[int], int]] = {}
         """Ended prefill legs, by request id: their blocks and computed tokens, until the test removes them."""
         self.quarantined: dict[str, FakeLoad] = {}
@@ -70,14 +76,15 @@ class FakeConnector:
             return ExternalTokens(request.held_prefix.num_tokens - num_computed_tokens, load_async=True)
         if request.leg is not Leg.DECODE or request.request_id in self.unavailable:
             return NO_EXTERNAL_TOKENS
-        return ExternalTokens(request.num_submitted_tokens - num_computed_tokens, load_async=True)
+        missing = request.num_exchanged_tokens - num_computed_tokens
+        return ExternalTokens(missing, load_async=True, seen_from=request.cut_by and request.num_submitted_tokens)
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         if request.leg is Leg.PREFILL and not num_external_tokens:
             self.begun.add(request.request_id)
             self._maybe_raise("update_state_after_alloc")
             return
-        num_tokens = request.pulled_end or request.num_submitted_tokens
+        num_tokens = request.pulled_end or request.num_exchanged_tokens
         load = FakeLoad(tuple(block_ids), num_tokens - num_external_tokens, num_external_tokens)
         self.loads[request.request_id] = load
         if self.on_load is not None:
@@ -87,6 +94,15 @@ class FakeConnector:
     def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
         self._maybe_raise("blocks_computed")
         self.offers[request.request_id] = (tuple(block_ids), num_computed_tokens)
+
+    def move_begun(self, request: Request) -> None:
+        self.moves[request.request_id] = request.seen_from
+
+    def move_ended(self, request_id: str, to: AttemptKey, why: str) -> None:
+        self.moves_ended[to] = why
+
+    def may_cut(self, request: Request) -> bool:
+        return request.request_id in self.may_be_cut
 
     def lose(self, request_id: str, cause: TransferCause, detail: str, num_valid_blocks: int = 0) -> LostKV:
         """The report of a load that has failed, after this number of leading blocks had arrived and was verified."""
@@ -118,7 +134,8 @@ class FakeConnector:
                 return BlockFate.FREE
             self.quarantined[request.request_id] = load
             return BlockFate.QUARANTINED
-        if request.leg is Leg.PREFILL and self.lease and offer is not None:
+        is_read = request.leg is Leg.PREFILL or request.move is not None
+        if is_read and self.lease and offer is not None:
             self.leased[request.request_id] = (tuple(block_ids), offer[1])
             return BlockFate.LEASED
         return BlockFate.FREE

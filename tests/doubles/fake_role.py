@@ -53,6 +53,12 @@ class FakeRole:
     def attempt_timed(self, attempt: AttemptKey, timings: StageTimings) -> None:
         self.timed[attempt] = timings
 
+    def move_asked(self, to: AttemptKey, holder: str) -> None:
+        return
+
+    def arrived_tokens(self, attempt: AttemptKey) -> Sequence[int]:
+        return ()
+
     def transfer_figures(self, attempt: AttemptKey) -> TransferFigures | None:
         return self.moved.get(attempt)
 

@@ -61,6 +61,7 @@ class Schedule:
     num_requests = 2, 5
     """The fewest and the most requests."""
     num_prefix_tokens = 12
+    longest_output = 12
     cluster_type: type[SimulatedCluster] = SimulatedCluster
 
     def __init__(self, seed: int, struck: Counter[str]) -> None:
@@ -87,6 +88,10 @@ class Schedule:
             preemption_mode=self.rng.choice(["recompute", "swap", "auto"]),
         )
 
+    def _draw_kinds(self) -> tuple[int, int]:
+        """How many prefill and decode nodes there are."""
+        return self.rng.randint(1, 2), self.rng.randint(1, 2)
+
     def _tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(self.limits.spec.vocab_size) for _ in range(count)]
 
@@ -101,7 +106,7 @@ class Schedule:
 
     async def run(self) -> None:
         rng = self.rng
-        kinds = [rng.randint(1, 2), rng.randint(1, 2)]
+        kinds = self._draw_kinds()
         async with simulated_cluster(
             rng, prefill=kinds[0], decode=kinds[1], limits=self.limits, faults=self.faults, cluster=self.cluster_type
         ) as self.cluster:
@@ -132,7 +137,7 @@ class Schedule:
         prompt = rng.choice([[], *self.prefixes]) + self._tokens(rng.randint(1, 30))
         await asyncio.sleep(rng.uniform(0, self.happening_s / 3))
         temperature, seed = rng.choice([(0.0, 0), (1.0, 5)])
-        params = SamplingParams(temperature=temperature, seed=seed, max_tokens=rng.randint(1, 12))
+        params = SamplingParams(temperature=temperature, seed=seed, max_tokens=rng.randint(1, self.longest_output))
         n = rng.choice([1, 1, 2, 3])
         request = GenerateRequest(
             prompt, f"r{number}", temperature=temperature, seed=seed, max_tokens=params.max_tokens, n=n

@@ -25,7 +25,7 @@ from baton.engine.request import Request
 from baton.engine.runner import KVMemory
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.scheduler_config import PreemptionMode, TransferFailurePolicy
-from baton.errors import BatonError, NobodyListens, NodeLost, TransferCause
+from baton.errors import BatonError, NobodyListens, NodeLost
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, PromptLogprobs
 from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import NodeDescription, Role, RouterMessage, StageTimings, StepReport
@@ -286,10 +286,16 @@ class _Role:
     def attempt_aborted(self, attempt: AttemptKey) -> None:
         self._intake.abandon(attempt)
         if self._role is Role.PREFILL or self._offering.knows(attempt):
-            self._offering.withdraw(attempt, "aborted", TransferCause.CANCELLED)
+            self._offering.aborted(attempt)
 
     def attempt_timed(self, attempt: AttemptKey, timings: StageTimings) -> None:
         self._offering.timed(attempt, timings)
+
+    def move_asked(self, to: AttemptKey, holder: str) -> None:
+        self._offering.move_asked(to, holder)
+
+    def arrived_tokens(self, attempt: AttemptKey) -> Sequence[int]:
+        return self._intake.arrived_tokens(attempt)
 
     def transfer_figures(self, attempt: AttemptKey) -> TransferFigures | None:
         stats = self._reading.stats(attempt)
@@ -438,6 +444,7 @@ class SimulatedNode:
             embedding_size=model.embedding_size,
             link_protocol=PROTOCOL_VERSION,
             capabilities=model.capabilities,
+            takes_moves=True,
         )
 
     @property

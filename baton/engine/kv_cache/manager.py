@@ -314,10 +314,10 @@ class KVCacheManager:
         table = self._tables.get(request_id)
         return [block.block_id for block in table.blocks] if table is not None else []
 
-    def submitted_block_ids(self, request: Request) -> list[int]:
-        """The block ids of the submitted tokens, with the null block for entries that no query from `next_query` on
+    def exchanged_block_ids(self, request: Request) -> list[int]:
+        """The block ids of `num_exchanged_tokens`, with the null block for entries that no query from `next_query` on
         sees."""
-        num_entries = -(-request.num_submitted_tokens // self.block_size) * self.num_groups
+        num_entries = -(-request.num_exchanged_tokens // self.block_size) * self.num_groups
         table = self._tables.get(request.request_id)
         block_ids = [block.block_id for block in table.blocks[:num_entries]] if table is not None else []
         if not self._groups.windows:
@@ -340,11 +340,11 @@ class KVCacheManager:
         return [block.block_id for block in blocks]
 
     def next_query(self, request: Request) -> int:
-        """The position from which on queries may follow where what is loaded has KV: behind what is pulled, or that of
-        the last submitted token, which other sequences compute again. These find no states behind the token before it,
-        but behind a block."""
-        if request.pulled_end:
-            return request.pulled_end
+        """The position from which on queries may follow where what is loaded has KV: behind what is pulled or was
+        computed when a move began, or that of the last submitted token, which other sequences compute again. These find
+        no states behind the token before it, but behind a block."""
+        if behind := request.pulled_end or request.seen_from:
+            return behind
         last = request.num_submitted_tokens - 1
         return last // self.block_size * self.block_size if self._keeps_states and request.has_several else last
 

@@ -243,6 +243,7 @@ class Admission:
                 return self._fail(request, exc, outputs)
             if external.num_tokens is None:
                 return _AdmissionResult.ASK_AGAIN
+            request.seen_from = external.seen_from
             if external.num_tokens:
                 return self._load(request, computed, external.num_tokens, outputs)
             if not self._has_seat(plan, request):
@@ -316,7 +317,7 @@ class Admission:
             return external
         if external.num_tokens == 0:
             return NO_EXTERNAL_TOKENS
-        if not external.load_async or computed.num_tokens + external.num_tokens != request.num_submitted_tokens:
+        if not external.load_async or computed.num_tokens + external.num_tokens != request.num_exchanged_tokens:
             raise ValueError(f"{external} does not complete a prompt with {computed.num_tokens} tokens here")
         return external
 
@@ -388,7 +389,7 @@ class Admission:
 
     def _report_begun(self, request: Request) -> None:
         try:
-            self._state.connector.update_state_after_alloc(request, self._manager.submitted_block_ids(request), 0)
+            self._state.connector.update_state_after_alloc(request, self._manager.exchanged_block_ids(request), 0)
         except Exception:
             # The decode node that waits for this notice gets the offer of the first blocks instead.
             self._state.counters.num_connector_errors += 1
@@ -396,14 +397,18 @@ class Admission:
     def _load(
         self, request: Request, computed: ComputedBlocks, num_external_tokens: int, outputs: OutputsByClient
     ) -> _AdmissionResult:
-        """Reserve blocks for all submitted tokens and one more; the connector fills those that are not cached here."""
+        """Reserve blocks for all submitted tokens and one more; the connector fills those that are not cached here.
+
+        Of a stream that is moved here also for the tokens that it may have by then.
+        """
         max_num_tokens = self._state.max_num_tokens(request)
+        needs_more = not request.cut_by and request.num_submitted_tokens + 1 < max_num_tokens
         allocation = self._manager.allocate_slots(
             request,
             0,
             computed=computed,
             num_external_tokens=num_external_tokens,
-            num_lookahead_tokens=1 if request.num_submitted_tokens + 1 < max_num_tokens else 0,
+            num_lookahead_tokens=1 if needs_more else 0,
             num_spared_blocks=self._spared_blocks(),
         )
         if allocation.answer is AllocationAnswer.LATER:
@@ -416,7 +421,7 @@ class Admission:
         self._state.events.record(EngineCoreEventType.REMOTE_KV_REQUESTED, request, num_external_tokens)
         try:
             self._state.connector.update_state_after_alloc(
-                request, self._manager.submitted_block_ids(request), num_external_tokens
+                request, self._manager.exchanged_block_ids(request), num_external_tokens
             )
         except Exception as exc:
             return self._fail(request, exc, outputs)
@@ -463,7 +468,7 @@ class Admission:
         request.transition(RequestEvent.LOAD_BEGUN)
         self._state.events.record(EngineCoreEventType.REMOTE_KV_REQUESTED, request, num_pulled)
         try:
-            connector.update_state_after_alloc(request, self._manager.submitted_block_ids(request), num_pulled)
+            connector.update_state_after_alloc(request, self._manager.exchanged_block_ids(request), num_pulled)
         except Exception as exc:
             return self._fail(request, exc, outputs)
         waiting.remote[request.request_id] = request

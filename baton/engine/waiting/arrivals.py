@@ -47,13 +47,17 @@ class Arrivals:
                 state.counters.num_unknown_transfers += 1
             elif request.pulled_end:
                 self._end_pull(request, lost.num_valid_blocks, lost.partly_filled)
-            elif policy == "recompute":
+            elif policy == "recompute" and not request.cut_by:
                 self._compute_here(request, lost)
             else:
-                outcome = Outcome.KV_LOST if policy == "reroute" else Outcome.ERROR
+                # A stream that was to move here may go on where it is.
+                outcome = Outcome.KV_LOST if policy == "reroute" or request.cut_by else Outcome.ERROR
                 state.end(request, outcome, outputs, error=lost.detail, transfer_cause=lost.cause)
         for request_id in transfers.released:
             state.counters.num_unknown_transfers += not self._manager.held.release(request_id)
+        for to in transfers.moves_ended:
+            for request in [r for r in state.moving.values() if r.move is not None and r.move.to == to]:
+                state.end_move(request, "it was aborted")
         for pin in transfers.pins:
             state.connector.pinned(pin, self._manager.pin(pin.holder, pin.keys))
 
@@ -74,14 +78,18 @@ class Arrivals:
 
     def _arrive(self, request: Request, arrived: ArrivedKV, outputs: OutputsByClient) -> None:
         """Take over arrived KV: it can be found in the prefix cache, and the request runs from the next step on."""
-        state = self._state
+        state, first_token_ids, is_moved = self._state, arrived.first_token_ids, request.cut_by > 0
         request.transition(RequestEvent.LOADED)
-        request.num_external_tokens = request.num_submitted_tokens - request.num_computed_tokens
-        request.num_computed_tokens = request.num_submitted_tokens
+        if is_moved:
+            request.output_token_ids.extend(first_token_ids[:-1])
+            first_token_ids, request.cut_by, request.seen_from = first_token_ids[-1:], 0, 0
+        num_loaded = request.num_tokens
+        request.num_external_tokens = num_loaded - request.num_computed_tokens
+        request.num_computed_tokens = num_loaded
         self._prefix_cache.note_hit("remote", request.num_external_tokens)
         state.events.record(EngineCoreEventType.REMOTE_KV_ARRIVED, request, request.num_external_tokens)
         self._manager.note_partly_filled(request, arrived.partly_filled)
-        self._manager.cache_blocks(request, request.num_submitted_tokens)
+        self._manager.cache_blocks(request, num_loaded)
         self._sequences.fork(request)
         if request.beams is not None:
             state.park(request)
@@ -89,15 +97,16 @@ class Arrivals:
             state.end_computed_beams(request.beams)
             return
         request.last_logprobs = arrived.first_logprobs
-        has_all = request.sampling_params.logprobs is None or arrived.first_logprobs
-        for token_id in arrived.first_token_ids:
+        # The router has all tokens of a stream that was moved from the other node.
+        reports = not is_moved and (request.sampling_params.logprobs is None or bool(arrived.first_logprobs))
+        for token_id in first_token_ids:
             request.output_token_ids.append(token_id)
-            request.num_unreported += bool(has_all)
+            request.num_unreported += reports
             stop = check_stop(request, state.max_num_tokens(request))
             if stop is not None:
                 state.end(request, stop.outcome, outputs, stop_reason=stop.stop_reason, error=stop.error)
                 return
-        if not arrived.first_token_ids:
+        if not first_token_ids:
             error, cause = "the KV arrived without a first token", TransferCause.REFUSED
             state.end(request, Outcome.KV_LOST, outputs, error=error, transfer_cause=cause)
             return

@@ -100,6 +100,9 @@ class Preemption:
             request.spec_token_ids = []
         request.num_preemptions += 1
         request.num_found_tokens = 0
+        if request.move is not None:
+            # Its blocks may hold the KV of other tokens before they are read.
+            state.end_move(request, "it was preempted")
         state.encoder_cache.release(request.request_id, request.encoder_inputs)
         state.events.record(EngineCoreEventType.PREEMPTED, request, request.num_preemptions)
 

@@ -148,6 +148,10 @@ class Attempt:
         """Take a transition; raises IllegalEvent, and changes nothing, for an event that the state does not accept."""
         self._machine.feed(event)
 
+    def lacks_tokens_before(self, first_index: int) -> bool:
+        """Whether the first output, which is at this index, follows tokens that it was not submitted with."""
+        return not self._sequences and first_index > len(self.given)
+
     def note(self, delta: RequestDelta) -> None:
         """Keep what is reported of the attempt, or would be if it had a router."""
         sequence = self._sequences.get(delta.sequence_index)

@@ -63,6 +63,9 @@ def objection(submit: Submit, node: NodeDescription) -> str | None:
     reader = submit.reader_block_size
     if reader and not (submit.leg is Leg.PREFILL and block_sizes_fit(reader, node.block_size)):
         return f"reader_block_size: {reader} does not fit this node's {node.block_size}, or the leg is not read"
+    num_tokens, most = submit.num_tokens, min(node.max_model_len, len(ids) + spec.sampling_params.max_tokens)
+    if submit.cut_by and not (submit.leg is Leg.DECODE and submit.output_token_ids and num_tokens < submit.cut_by <= most):
+        return f"cut_by: must be {num_tokens + 1} to {most}, for a decode leg that continues an output, or missing"
     if submit.turn is not None and not math.isfinite(submit.turn):
         return "turn: must be a finite number of seconds"
     if spec.adapter and not is_adapter_digest(spec.adapter):
@@ -231,4 +234,5 @@ def engine_request(submit: Submit, eos_token_ids: frozenset[int], client_index: 
         attempt=submit.attempt,
         turn_in_s=submit.turn or 0.0,
         held_prefix=submit.held_prefix,
+        cut_by=submit.cut_by,
     )

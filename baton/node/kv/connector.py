@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from baton.engine.connector import BlockFate, ExternalTokens, Pin
 from baton.engine.request import Request
+from baton.messages.ids import AttemptKey
 from baton.node.kv.intake_connector import IntakeConnector
 from baton.node.kv.offer_connector import OfferConnector
 
@@ -36,6 +37,15 @@ class BothHalves:
 
     def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
         self._offering.blocks_computed(request, block_ids, num_computed_tokens)
+
+    def move_begun(self, request: Request) -> None:
+        self._offering.move_begun(request)
+
+    def move_ended(self, request_id: str, to: AttemptKey, why: str) -> None:
+        self._offering.move_ended(request_id, to, why)
+
+    def may_cut(self, request: Request) -> bool:
+        return self._offering.may_cut(request)
 
     def load_failed(self, request: Request, block_ids: Sequence[int]) -> BlockFate:
         return self._reading.load_failed(request, block_ids)

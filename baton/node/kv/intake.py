@@ -35,6 +35,7 @@ from kv_transfer.link.failures import RefusedLinks
 from kv_transfer.link.link import HEARTBEAT_S, SPARED
 from kv_transfer.link.link_client import LinkClient
 from kv_transfer.link.link_messages import (
+    Closing,
     LinkWelcome,
     PartConfirmed,
     ProbeReady,
@@ -139,7 +140,7 @@ class Intake:
         self._may_plan: dict[AttemptKey, int] = {}
         """Expected attempts whose sender has begun to compute the prompt, so that blocks may be reserved for them; of
         pulls how many tokens the sender keeps."""
-        self._arrived: OrderedDict[AttemptKey, tuple[TransferStats, StageTimings | None]] = OrderedDict()
+        self._arrived: OrderedDict[AttemptKey, tuple[TransferStats, Closing]] = OrderedDict()
         """What is known of each of the latest attempts whose KV has arrived."""
         self._watch = current_watch.get()
         self._mover_watch: asyncio.Task[None] | None = None
@@ -276,7 +277,12 @@ class Intake:
     def prompt_timings(self, attempt: AttemptKey) -> StageTimings | None:
         """What the sender measured of an attempt whose KV has arrived; None: it did not say, as for `stats`."""
         arrived = self._arrived.get(attempt)
-        return arrived[1] if arrived is not None else None
+        return arrived[1].prompt_timings if arrived is not None else None
+
+    def arrived_tokens(self, attempt: AttemptKey) -> Sequence[int]:
+        """The output tokens that have come with an attempt's KV; empty where none is known to have."""
+        arrived = self._arrived.get(attempt)
+        return arrived[1].first_token_ids if arrived is not None else ()
 
     def counts(self) -> TransferCounts:
         return self._book.counts()
@@ -435,7 +441,7 @@ class Intake:
         match effect:
             case Arrived(attempt, closing, stats, partly_filled):
                 self._pulls.pop(attempt, None)
-                self._arrived[attempt] = stats, closing.prompt_timings
+                self._arrived[attempt] = stats, closing
                 if len(self._arrived) > _MAX_STATS:
                     self._arrived.popitem(last=False)
                 arrived = ArrivedKV(tuple(closing.first_token_ids), closing.first_logprobs, partly_filled)

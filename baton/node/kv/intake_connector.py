@@ -62,15 +62,17 @@ class IntakeConnector:
         # A prompt is read once: after a preemption its lease is over, and this node computes the lost KV itself.
         if request.leg is not Leg.DECODE or request.request_id in self._planned:
             return NO_EXTERNAL_TOKENS
-        missing = request.num_submitted_tokens - num_computed_tokens
+        missing = request.num_exchanged_tokens - num_computed_tokens
         if missing > 0 and not self._intake.may_plan(request.attempt):
             return ExternalTokens(None)
+        if request.cut_by:
+            return self._tokens_to_take_over(request, missing)
         return ExternalTokens(missing, load_async=True) if missing > 0 else NO_EXTERNAL_TOKENS
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         if num_external_tokens == 0:
             return
-        size, source, num_tokens = self._layout.block_size, request.kv_source, request.num_submitted_tokens
+        size, source, num_tokens = self._layout.block_size, request.kv_source, request.num_exchanged_tokens
         if request.held_prefix is not None:
             source, num_tokens = request.held_prefix.peer, request.pulled_end
         if source is None:
@@ -82,6 +84,7 @@ class IntakeConnector:
             block_ids=tuple(block_ids),
             first_block=(num_tokens - num_external_tokens) // size * len(self._layout.groups),
             is_pull=request.held_prefix is not None,
+            num_known_tokens=request.num_submitted_tokens if request.cut_by else 0,
         )
         self._expected.discard(request.request_id)
         self._planned.add(request.request_id)
@@ -89,6 +92,14 @@ class IntakeConnector:
 
     def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
         return
+
+    def _tokens_to_take_over(self, request: Request, missing: int) -> ExternalTokens:
+        """All that a stream which is moved here may have when it is cut. Raises ValueError if its node has other tokens
+        than its router says."""
+        seen_from = self._intake.num_kept(request.attempt) or 0
+        if not request.num_submitted_tokens - 1 <= seen_from < request.cut_by:
+            raise ValueError(f"a stream of {request.num_submitted_tokens} tokens has KV of {seen_from} on its node")
+        return ExternalTokens(missing, load_async=True, seen_from=seen_from)
 
     def _tokens_to_pull(self, request: Request, held: HeldPrefix, num_computed_tokens: int) -> ExternalTokens:
         """What another node keeps for the request beyond what is here; not known yet until it has said that, for which

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
 from baton.messages.node import StageTimings
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
@@ -141,7 +140,10 @@ class KvRole:
     def attempt_aborted(self, attempt: AttemptKey) -> None:
         self.intake.abandon(attempt)
         if self.offering.knows(attempt):
-            self.offering.withdraw(attempt, "aborted", TransferCause.CANCELLED)
+            self.offering.aborted(attempt)
+
+    def move_asked(self, to: AttemptKey, holder: str) -> None:
+        self.offering.move_asked(to, holder)
 
     def attempt_timed(self, attempt: AttemptKey, timings: StageTimings) -> None:
         self.offering.timed(attempt, timings)
@@ -151,6 +153,9 @@ class KvRole:
         if stats is None:
             return None
         return TransferFigures(stats.num_bytes, stats.read_s * 1e3, self.intake.prompt_timings(attempt))
+
+    def arrived_tokens(self, attempt: AttemptKey) -> Sequence[int]:
+        return self.intake.arrived_tokens(attempt)
 
     # The node's end of its hand-offs.
 

@@ -1,4 +1,4 @@
-"""The engine's side of a prefill node's offers: notes what each step computed, on the engine's thread."""
+"""The engine's side of a node's offers: notes what each step computed, on the engine's thread."""
 
 from __future__ import annotations
 
@@ -19,14 +19,19 @@ from kv_transfer.link.link_messages import Closing
 
 _log = logging.getLogger(__name__)
 _COMPUTED = frozenset({Outcome.HANDED_OFF, Outcome.STOP, Outcome.LENGTH})
+_MOVED_PER_STEP = 32
+"""Stripes of a stream that is moved that are offered after one step: their digests are computed before the next one,
+for which all streams wait."""
 
 
 @dataclass(slots=True)
 class _OfferProgress:
-    """How much of a request's prompt was offered."""
+    """How much of a request was offered."""
 
+    attempt: AttemptKey
+    """Under which it is offered."""
     num_blocks: int
-    """Number of blocks of the prompt that were offered."""
+    """Number of its blocks that were offered."""
     num_preemptions: int
     """How often the request had been preempted when its first block was offered."""
     digest_parts: int
@@ -35,7 +40,8 @@ class _OfferProgress:
 
 
 class OfferConnector:
-    """Reports to `Offering` what the engine computes for prefill legs. Belongs to the engine's thread."""
+    """Reports to `Offering` what the engine computes for prefill legs and for streams that are moved. Belongs to the
+    engine's thread."""
 
     def __init__(
         self,
@@ -74,16 +80,42 @@ class OfferConnector:
             self._post_now(lambda: self._handoff.begun(attempt))
 
     def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
-        if request.leg is not Leg.PREFILL:
-            return
         offered = self._offer_progress(request)
+        is_moved = request.move is not None
         # The end of the prompt comes with `request_finished` in the same step, in one offer with the first token.
-        if offered.is_withdrawn or num_computed_tokens >= request.num_submitted_tokens:
+        is_last = not is_moved and num_computed_tokens >= request.num_submitted_tokens
+        if offered is None or offered.is_withdrawn or is_last:
             return
-        num_full_blocks = num_computed_tokens // self._layout.block_size * len(self._layout.groups)
-        if num_full_blocks > offered.num_blocks:
-            first, offered.num_blocks = offered.num_blocks, num_full_blocks
-            self._offer(request, first, tuple(block_ids[first:num_full_blocks]), offered.digest_parts)
+        end = num_computed_tokens // self._layout.block_size * len(self._layout.groups)
+        if is_moved:
+            end = min(end, offered.num_blocks + _MOVED_PER_STEP * len(self._layout.groups))
+        if end > offered.num_blocks:
+            first, offered.num_blocks = offered.num_blocks, end
+            self._offer(request, offered, first, tuple(block_ids[first:end]))
+
+    def move_begun(self, request: Request) -> None:
+        assert request.move is not None
+        handoff, to, num_tokens = self._handoff, request.move.to, request.seen_from
+        self._offered[request.request_id] = _OfferProgress(to, 0, request.num_preemptions, digest_parts=1)
+        self._post(lambda: handoff.move_begun(to, num_tokens))
+
+    def move_ended(self, request_id: str, to: AttemptKey, why: str) -> None:
+        handoff, offered = self._handoff, self._offered.get(request_id)
+        detail = f"the stream stays where it is: {why}"
+        if offered is None or offered.attempt != to:
+            self._post(lambda: handoff.move_refused(to, detail))
+            return
+        # What was offered may be overwritten from now on, as the request goes on.
+        offered.is_withdrawn = True
+        self._post(lambda: handoff.withdraw(to, detail, promise_broken=True))
+
+    def may_cut(self, request: Request) -> bool:
+        offered = self._offered.get(request.request_id)
+        if offered is None or offered.is_withdrawn:
+            return False
+        num_groups, num_read = len(self._layout.groups), self._handoff.num_read(offered.attempt)
+        num_full = request.num_exchanged_tokens // self._layout.block_size * num_groups
+        return num_read is not None and num_full - num_read <= num_groups
 
     def load_failed(self, request: Request, block_ids: Sequence[int]) -> BlockFate:
         return BlockFate.FREE
@@ -97,21 +129,21 @@ class OfferConnector:
             self._after_step(lambda: self._digest(attempt, 0, block_ids, names, 1, lambda: None))
 
     def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
-        if request.leg is not Leg.PREFILL:
-            return BlockFate.FREE
-        attempt = request.attempt
         offered = self._offer_progress(request)
+        if offered is None:
+            return BlockFate.FREE
+        attempt = offered.attempt
         del self._offered[request.request_id]
         if offered.is_withdrawn:
             self._post(lambda: self._handoff.ended(attempt))
             return BlockFate.LEASED
-        if request.outcome in _COMPUTED and request.num_output_tokens > request.num_given_tokens:
-            left, parts = tuple(block_ids[offered.num_blocks :]), offered.digest_parts
-            self._offer(request, offered.num_blocks, left, parts, _closing(request))
+        closing = _closing(request)
+        if closing is not None:
+            self._offer(request, offered, offered.num_blocks, tuple(block_ids[offered.num_blocks :]), closing)
             self._post(lambda: self._handoff.ended(attempt))
             return BlockFate.LEASED
         end = (request.outcome or request.status).name
-        detail = str(request.error or f"the request ended as {end} on the prefill node")
+        detail = str(request.error or f"the request ended as {end} on the node that had it")
         aborted = request.outcome is Outcome.ABORTED
         cause = TransferCause.CANCELLED if aborted else TransferCause.LEASE_LOST
         self._post(lambda: self._handoff.withdraw(attempt, detail, cause))
@@ -123,26 +155,23 @@ class OfferConnector:
     def _offer(
         self,
         request: Request,
+        offered: _OfferProgress,
         first: int,
         block_ids: Sequence[int],
-        digest_parts: int,
         closing: Closing | None = None,
     ) -> None:
-        attempt, handoff = request.attempt, self._handoff
-        self._post(lambda: handoff.offer(attempt, first, block_ids, closing, digest_parts))
+        attempt, parts, handoff = offered.attempt, offered.digest_parts, self._handoff
+        self._post(lambda: handoff.offer(attempt, first, block_ids, closing, parts))
         if handoff.has_digests:
             # The reader needs the digests only when it has read everything, so nothing waits for them yet.
-            self._after_step(lambda: self._digest_blocks(request, attempt, first, block_ids, digest_parts))
+            self._after_step(lambda: self._digest_blocks(request, offered, first, block_ids))
 
-    def _digest_blocks(
-        self, request: Request, attempt: AttemptKey, first: int, block_ids: Sequence[int], parts: int
-    ) -> None:
+    def _digest_blocks(self, request: Request, offered: _OfferProgress, first: int, block_ids: Sequence[int]) -> None:
         def withdrawn() -> None:
-            if (offered := self._offered.get(request.request_id)) is not None:
-                offered.is_withdrawn = True
+            offered.is_withdrawn = True
 
         names = partial(block_names, request, self._layout, first, len(block_ids))
-        self._digest(attempt, first, block_ids, names, parts, withdrawn)
+        self._digest(offered.attempt, first, block_ids, names, offered.digest_parts, withdrawn)
 
     def _digest(
         self,
@@ -168,14 +197,17 @@ class OfferConnector:
         else:
             self._post_now(lambda: handoff.digested(attempt, digests))
 
-    def _offer_progress(self, request: Request) -> _OfferProgress:
-        """The progress of the request's offers. They are withdrawn if the request was preempted since the first one,
-        since its blocks may hold the KV of other tokens by now."""
+    def _offer_progress(self, request: Request) -> _OfferProgress | None:
+        """The progress of the request's offers; None: nothing of it is offered. They are withdrawn if the request was
+        preempted since the first one, since its blocks may hold the KV of other tokens by now."""
         offered = self._offered.get(request.request_id)
+        if request.leg is not Leg.PREFILL:
+            return offered
         if offered is None or not offered.num_blocks:
             # The reader can compare each of its blocks, though it may lack other parts of a block here.
             parts = max(1, self._layout.block_size // (request.reader_block_size or self._layout.block_size))
-            offered = self._offered[request.request_id] = _OfferProgress(0, request.num_preemptions, parts)
+            offered = _OfferProgress(request.attempt, 0, request.num_preemptions, parts)
+            self._offered[request.request_id] = offered
         elif offered.num_preemptions != request.num_preemptions and not offered.is_withdrawn:
             offered.is_withdrawn = True
             attempt = request.attempt
@@ -183,7 +215,16 @@ class OfferConnector:
         return offered
 
 
-def _closing(request: Request) -> Closing:
-    has_ended = request.outcome is not Outcome.HANDED_OFF
+def _closing(request: Request) -> Closing | None:
+    """What the last offer of a request says that has ended; None: it is not to be continued elsewhere."""
+    move, outcome = request.move, request.outcome
+    if move is not None:
+        known = move.num_tokens - request.num_prompt_tokens
+        sampled = tuple(request.output_token_ids[known:])
+        is_cut = outcome is Outcome.HANDED_OFF
+        return Closing(request.num_exchanged_tokens, sampled, ended=False) if is_cut else None
+    if outcome not in _COMPUTED or request.num_output_tokens <= request.num_given_tokens:
+        return None
     sampled = tuple(request.output_token_ids[request.num_given_tokens :])
+    has_ended = outcome is not Outcome.HANDED_OFF
     return Closing(request.num_submitted_tokens, sampled, has_ended, request.last_logprobs)

@@ -117,6 +117,11 @@ class Offering:
         """What the node measured of attempts, until their last blocks are offered."""
         self._pins: dict[AttemptKey, Pin] = {}
         """Open pulls from the prefix cache: what the engine is asked to keep, or keeps."""
+        self._moves: dict[AttemptKey, str] = {}
+        """Streams that are moved to other nodes, or were until their blocks are released: the id under which the engine
+        keeps their blocks, by the attempt under which these are offered."""
+        self._num_read: dict[AttemptKey, int] = {}
+        """How many blocks of each stream that is moved its reader has, where there is one."""
         self._num_leases = 0
         """Leases that may be read."""
         self._num_readers = 0
@@ -214,6 +219,28 @@ class Offering:
             self.offer(attempt, 0, block_ids, Closing(num_tokens, (), ended=False))
         self.ended(attempt)
 
+    def move_asked(self, to: AttemptKey, holder: str) -> None:
+        """A stream is to be offered as the attempt `to`, if the engine can; it keeps the blocks under the id `holder`.
+        The engine is to be asked after this."""
+        for earlier in self._moves_of(holder):
+            if not self._book.knows(earlier):
+                del self._moves[earlier]
+        self._moves[to] = holder
+
+    def move_begun(self, to: AttemptKey, num_tokens: int) -> None:
+        """The engine will offer it; so many of its tokens have KV."""
+        self._carry_out(self._book.begun(to, num_tokens))
+
+    def move_refused(self, to: AttemptKey, why: str) -> None:
+        """The engine will not offer it."""
+        self._moves.pop(to, None)
+        self.withdraw(to, why, TransferCause.REFUSED)
+
+    def num_read(self, to: AttemptKey) -> int | None:
+        """How many of its first blocks the reader of a stream that is moved has; None: nobody reads it. May be called
+        from any thread."""
+        return self._num_read.get(to)
+
     def digested(self, attempt: AttemptKey, digests: Sequence[int]) -> None:
         """Note the digests of the next offer's blocks, as `compute_digests` returned them: once for each offer."""
         self._carry_out(self._book.digested(attempt, digests))
@@ -232,13 +259,25 @@ class Offering:
         """
         self._carry_out(self._book.withdraw(attempt, detail, cause, promise_broken=promise_broken))
 
+    def aborted(self, attempt: AttemptKey) -> None:
+        """The router does not want the attempt any more. A stream that was to move to it goes on here."""
+        if attempt in self._moves:
+            self._tell_engine(KVTransferOutput(moves_ended=[attempt]))
+        self.withdraw(attempt, "aborted", TransferCause.CANCELLED)
+
     def knows(self, attempt: AttemptKey) -> bool:
         """Whether the attempt was named here, and is not over."""
-        return self._book.knows(attempt)
+        return attempt in self._moves or self._book.knows(attempt)
 
     def ended(self, attempt: AttemptKey) -> None:
         """Note that the engine has ended the request. It keeps the blocks until it gets `released`."""
-        self._carry_out(self._book.ended(attempt))
+        holder = self._moves.get(attempt)
+        # Reads of an earlier move of the same stream may still run.
+        for each in [attempt] if holder is None else self._moves_of(holder):
+            self._carry_out(self._book.ended(each))
+
+    def _moves_of(self, holder: str) -> Sequence[AttemptKey]:
+        return [move for move, kept_under in self._moves.items() if kept_under == holder]
 
     # Called on the engine's thread.
 
@@ -383,13 +422,17 @@ class Offering:
                 case OpenLeases(count):
                     self._num_leases = count
                 case Released(attempt):
-                    pin = self._pins.pop(attempt, None)
-                    holder = pin.holder if pin is not None else str(attempt)
-                    self._tell_engine(KVTransferOutput(released=frozenset({holder})))
+                    pin, moved = self._pins.pop(attempt, None), self._moves.pop(attempt, None)
+                    holder = pin.holder if pin is not None else moved or str(attempt)
+                    if moved is None or not self._moves_of(moved):
+                        self._tell_engine(KVTransferOutput(released=frozenset({holder})))
                 case CutLink(link, reason):
                     self._links.cut(link, reason)
                 case Recorded(name, attempt, value, detail):
                     self._record(name, attempt, value, detail)
+        if self._moves:
+            read = {to: self._book.num_read(to) for to in self._moves}
+            self._num_read = {to: count for to, count in read.items() if count is not None}
         self._let_reads_progress()
         self._set_timer()
 

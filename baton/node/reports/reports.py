@@ -69,6 +69,7 @@ def describe(
         model_type=model.model_type,
         kv_groups=len(layout.groups),
         row_numerics=model.row_numerics,
+        takes_moves=link_protocol > 0 and Capability.GENERATE in model.capabilities,
     )
 
 

@@ -12,6 +12,7 @@ from baton.messages.node import (
     Abort,
     Adopt,
     LoadReport,
+    MoveOut,
     NodeDescription,
     Outcome,
     RequestDelta,
@@ -78,6 +79,7 @@ _ROUTER_MESSAGES: OneOfCodec[RouterMessage, node.AttachRequest] = OneOfCodec(
     Codec(Adopt, node.Adopt),
     Codec(WatchKVCache, node.WatchKVCache),
     Codec(AdapterList, node.AdapterList),
+    Codec(MoveOut, node.MoveOut),
 )
 _SIDES = set(enum_numbers(HandoffSide, node.HandoffSide.DESCRIPTOR).values())
 _OPEN = Codec(OpenHandoff, node.OpenHandoff)
@@ -175,7 +177,7 @@ def router_message_from_pb(pb: node.AttachRequest) -> RouterMessage:
     message = _ROUTER_MESSAGES.from_pb(pb)
     if message is None:
         kind = pb.WhichOneof("message")
-        raise InvalidRequest("message", f"expected submit, abort, watch_kv_cache, adopt or adapters, got {kind}")
+        raise InvalidRequest("message", f"expected submit, abort, watch_kv_cache, adopt, adapters or move_out, got {kind}")
     return message
 
 

@@ -83,6 +83,7 @@ from router.placement.cost_model import ServiceLevel
 from router.placement.placer import PlacementSettings, Placer, Policy
 from router.placement.room import RoomRules
 from router.placement.view import ClusterView
+from router.stream_moves import StreamMoves
 from router.timers import LoopTimers, first_of, sleep_until
 
 _log = logging.getLogger(__name__)
@@ -229,6 +230,7 @@ class _Operators:
             core.cards.set_adapters,
         )
         self.steering.on_desired.add(self.adapters.take_desired)
+        self.moves = StreamMoves(requests, view, timers, empties_nodes=config.move_streams == "on")
         self.planning = Planning(
             mode := PlannerMode(config.planner),
             core.incarnation,
@@ -250,7 +252,7 @@ class _Operators:
         callers = Authenticator(core.keys) if core.tls is None else Authenticator(cluster=config.cluster)
         barrier = FaultBarrier(authenticator=callers)
         self.server = RpcServer((operator_service.SERVICE_NAME,), barrier, core.tls, asks_certificates=True)
-        OperatorServicer(self.handler, self.steering, self.adapters).add_to_server(self.server.server)
+        OperatorServicer(self.handler, self.steering, self.adapters, self.moves).add_to_server(self.server.server)
 
     def take_routers(self, routers: Sequence[NodeRecord]) -> None:
         """Take the routers that are in the registry now."""
@@ -417,6 +419,7 @@ class RouterProcess:
             "router-steering": self._operators.steering.watch,
             "router-look": self._operators.steering.check_periodically,
             "router-adapters": self._follow_adapters,
+            "router-moves": self._operators.moves.run,
         }
         background = {kind: start_background(work, kind, on_fault=OnFault.END_PROCESS) for kind, work in works.items()}
         # The live page needs them, and the shares of tenants that use several routers.

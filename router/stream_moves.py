@@ -57,7 +57,9 @@ def _nobody_asks(ended: MoveEnded) -> None:
 class StreamMoves:
     """The moves of one router's streams. Belongs to its event loop."""
 
-    def __init__(self, requests: LiveRequests, view: ClusterView, timers: Timers, *, empties_nodes: bool = True) -> None:
+    def __init__(
+        self, requests: LiveRequests, view: ClusterView, timers: Timers, *, empties_nodes: bool = True
+    ) -> None:
         """`empties_nodes`: whether streams leave nodes that are to be empty."""
         self._requests = requests
         self._view = view

@@ -33,6 +33,7 @@ _COMMANDS = {
     "cordon": ("baton.cli.commands.change_nodes", "Stop sending new requests to nodes."),
     "uncordon": ("baton.cli.commands.change_nodes", "Send new requests to nodes again."),
     "drain": ("baton.cli.commands.change_nodes", "Cordon a node and wait until its running requests have ended."),
+    "move": ("baton.cli.commands.move", "Move a running stream to another decode node."),
     "set-role": ("baton.cli.commands.change_nodes", "Change the role of a running node."),
     "cache": ("baton.cli.commands.change_nodes", "Empty the prefix caches of nodes."),
     "wait": (

@@ -165,6 +165,11 @@ class RouterSettings(ClusterSettings):
         "prefix cache: where that is predicted to be quicker than to compute it (auto), always, or never (off); for "
         "placement by cost.",
     )
+    move_streams: Literal["on", "off"] = Field(
+        "on",
+        description="Whether streams are moved to other decode nodes, while they are decoded, from nodes that drain, "
+        "change their role or are cordoned. Otherwise they end where they are.",
+    )
     default_ttft_ms: Milliseconds = Field(
         0.0,
         description="Time to first token at which placement by cost aims for requests that name none; 0: any. No "

@@ -180,6 +180,10 @@ class Request:
             raise ValueError("only an embedding leg has pooling parameters")
         if (leg is Leg.DECODE) != (kv_source is not None):
             raise ValueError("a decode leg needs a KV source, and no other leg may have one")
+        num_tokens = len(spec.prompt_token_ids) + len(output_token_ids)
+        most = len(spec.prompt_token_ids) + sampling_params.max_tokens
+        if cut_by and not (leg is Leg.DECODE and output_token_ids and num_tokens < cut_by <= most):
+            raise ValueError(f"cut_by must be {num_tokens + 1} to {most}, for a decode leg with output tokens, or 0")
         # What was submitted. `Arrivals` changes `leg` and `kv_source` alone, when a load is lost and is computed here.
         self.request_id = request_id
         """Its name inside the engine and its runner. A further sequence or beam has one of its own."""

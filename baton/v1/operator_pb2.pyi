@@ -474,6 +474,22 @@ class ResetNodeCacheResponse(_message.Message):
     num_blocks: int
     def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
 
+class MoveStreamRequest(_message.Message):
+    __slots__ = ("request_id", "node")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    node: str
+    def __init__(self, request_id: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
+
+class MoveStreamResponse(_message.Message):
+    __slots__ = ("source", "to")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    to: str
+    def __init__(self, source: _Optional[str] = ..., to: _Optional[str] = ...) -> None: ...
+
 class LoadAdapterRequest(_message.Message):
     __slots__ = ("name", "directory", "replaces")
     NAME_FIELD_NUMBER: _ClassVar[int]

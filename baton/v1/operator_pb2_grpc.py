@@ -90,6 +90,11 @@ class OperatorStub:
                 request_serializer=baton_dot_v1_dot_operator__pb2.ResetNodeCacheRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_operator__pb2.ResetNodeCacheResponse.FromString,
                 _registered_method=True)
+        self.MoveStream = channel.unary_unary(
+                '/baton.v1.Operator/MoveStream',
+                request_serializer=baton_dot_v1_dot_operator__pb2.MoveStreamRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_operator__pb2.MoveStreamResponse.FromString,
+                _registered_method=True)
         self.LoadAdapter = channel.unary_unary(
                 '/baton.v1.Operator/LoadAdapter',
                 request_serializer=baton_dot_v1_dot_operator__pb2.LoadAdapterRequest.SerializeToString,
@@ -192,6 +197,14 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MoveStream(self, request, context):
+        """MoveStream moves a stream to another decode node while it is decoded, and answers when it has moved.
+        DEADLINE_EXCEEDED if it stays where it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def LoadAdapter(self, request, context):
         """LoadAdapter gives a name to the adapter in a directory of the nodes, which have to agree on its digest. The registry
         keeps it.
@@ -278,6 +291,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.ResetNodeCache,
                     request_deserializer=baton_dot_v1_dot_operator__pb2.ResetNodeCacheRequest.FromString,
                     response_serializer=baton_dot_v1_dot_operator__pb2.ResetNodeCacheResponse.SerializeToString,
+            ),
+            'MoveStream': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveStream,
+                    request_deserializer=baton_dot_v1_dot_operator__pb2.MoveStreamRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_operator__pb2.MoveStreamResponse.SerializeToString,
             ),
             'LoadAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadAdapter,
@@ -598,6 +616,33 @@ class Operator:
             '/baton.v1.Operator/ResetNodeCache',
             baton_dot_v1_dot_operator__pb2.ResetNodeCacheRequest.SerializeToString,
             baton_dot_v1_dot_operator__pb2.ResetNodeCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveStream(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Operator/MoveStream',
+            baton_dot_v1_dot_operator__pb2.MoveStreamRequest.SerializeToString,
+            baton_dot_v1_dot_operator__pb2.MoveStreamResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -177,8 +177,8 @@ class Begun:
 
     attempt: AttemptKey
     num_tokens: int = 0
-    """For `Pull`: how many of the prompt's first tokens have blocks here, which are kept. For a stream that is moved: how
-    many of its tokens have KV here."""
+    """For `Pull`: how many of the prompt's first tokens have blocks here, which are kept. For a stream that is moved:
+    how many of its tokens have KV here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,9 @@ since each rule is about the same few fields; what concerns one attempt or one s
 11. Tokens are a function of the request only among nodes with equal bits. Once the client has a token, or the
    log-probabilities of the prompt, each further attempt goes to nodes that the stream's `Origin` allows. Until then any
    version may serve the request.
-12. While a single sequence is decoded, it may be moved to another node (`flight_move`), which costs no attempt. Whatever
-   fails before the stream is handed over ends the move, and the stream goes on where it is; what fails afterwards is
-   a failure of the attempt that has it then.
+12. While a single sequence is decoded, it may be moved to another node (`flight_move`), which costs no attempt. What
+   fails before the stream is handed over ends the move, and the stream goes on where it is; what fails afterwards is a
+   failure of the attempt that has it then.
 """
 
 from __future__ import annotations

@@ -20,7 +20,9 @@ from router.placement.reasons import MOVED
 class PendingMove:
     """One move that is under way."""
 
-    def __init__(self, before: Attempt, key: AttemptKey, to: NodeDescription, given: Sequence[int], cut_by: int) -> None:
+    def __init__(
+        self, before: Attempt, key: AttemptKey, to: NodeDescription, given: Sequence[int], cut_by: int
+    ) -> None:
         """`before`: the attempt that has the stream. `key`: of the attempt that is to have it, which is submitted with
         the output tokens `given`. `cut_by`: see `MoveOut.cut_by`."""
         self.before = before

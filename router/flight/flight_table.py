@@ -165,16 +165,7 @@ class LeaveToOtherRouter:
 
 
 FlightEvent: TypeAlias = (
-    Placed
-    | Delta
-    | NodeGone
-    | LinkBack
-    | MoveTo
-    | StopMove
-    | StopStringFound
-    | Cancel
-    | GiveUp
-    | LeaveToOtherRouter
+    Placed | Delta | NodeGone | LinkBack | MoveTo | StopMove | StopStringFound | Cancel | GiveUp | LeaveToOtherRouter
 )
 
 

@@ -117,7 +117,7 @@ async def served(handler: FakeGenerationHandler, stall_s: float = 30.0) -> Async
     server = SERVERS[SERVING["kind"]](names, FaultBarrier(stall_s))
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
     GenerationServicer(handler).add_to_server(server.server)
-    OperatorServicer(handler, handler, handler).add_to_server(server.server)  # type: ignore[arg-type]  # status alone is asked
+    OperatorServicer(handler, handler, handler, handler).add_to_server(server.server)  # type: ignore[arg-type]  # status alone is asked
     await server.start()
     stub = GenerationStub(address)
     try:

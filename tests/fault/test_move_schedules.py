@@ -1,6 +1,6 @@
 """Schedules of faults in which streams are moved between decode nodes, in virtual time.
 
-Moves begin at any moment of a stream, and nodes die, stop, are cut off or read slowly meanwhile. `test_fault_schedules`
+Prompts are pulled meanwhile, too. Moves begin at any moment of a stream, and nodes die, stop, are cut off or read slowly meanwhile. `test_fault_schedules`
 says what holds and how a seed is repeated.
 """
 
@@ -17,6 +17,7 @@ from baton.messages.node import Role
 from router.flight.active_request import ActiveRequest
 from router.flight.flight_table import MoveEnded, MoveTo, StopMove
 from tests.fault.test_fault_schedules import Schedule
+from tests.fault.test_pull_schedules import PullingCluster
 from tests.support.seeds import drawn_seeds, named_seed
 from tests.support.simulated_cluster import BLOCK_SIZE, SimulatedLimits, SimulatedNode
 from tests.support.virtual_time import run_virtually
@@ -33,6 +34,7 @@ HAPPENS = {
 class MoveSchedule(Schedule):
     """Requests whose streams are moved over and over again."""
 
+    cluster_type = PullingCluster
     happening_s = 4.0
     num_requests = 4, 8
     longest_output = 40

@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -24,10 +25,11 @@ import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from baton.client import OperatorClient
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_pool import Block
 from baton.engine.request import Request
-from baton.errors import ConfigError
+from baton.errors import BatonError, ConfigError
 from baton.messages.generation import GenerateRequest
 from baton.messages.node import Outcome
 from baton.messages.request_spec import RequestSpec
@@ -380,11 +382,12 @@ async def test_a_pair_of_nodes_and_its_failover_give_the_tokens_of_one(tmp_path:
     expected = tokens_of(alone(runner, prompts(row), DRAWN))
     long = {"long": max(prompts(row).values(), key=len)}
     expected |= tokens_of(alone(runner, long, replace(DRAWN, max_tokens=LONG)))
+    expected["moved"] = expected["long"]
 
     def make_runner(node_id: str) -> TorchModelRunner:
         return load_runner(TorchSpec(tmp_path, dtype="bfloat16", block_size=BLOCK_SIZE, num_blocks=224))
 
-    async with mini_cluster(make_runner, tmp_path, decode=2, max_num_batched_tokens=40, max_num_seqs=8) as cluster:
+    async with mini_cluster(make_runner, tmp_path, decode=3, max_num_batched_tokens=40, max_num_seqs=8) as cluster:
 
         def request(name: str, prompt: list[int], count: int = NEW_TOKENS) -> GenerateRequest:
             return GenerateRequest(prompt, request_id=name, temperature=0.8, seed=7, max_tokens=count, ignore_eos=True)
@@ -396,9 +399,19 @@ async def test_a_pair_of_nodes_and_its_failover_give_the_tokens_of_one(tmp_path:
         await node.end()
         others = await asyncio.gather(*(cluster.generate(request(*item)) for item in prompts(row).items()))
         answers = dict(zip([*prompts(row), "long"], [*others, await interrupted], strict=True))
+        while "moved" not in answers:
+            # The first of them may have ended before the other node has a link to its node.
+            count = TokenCount()
+            moving = asyncio.create_task(cluster.generate(request("moved", long["long"], LONG), on_event=count))
+            await count.wait_for_tokens(2)
+            with closing(OperatorClient(cluster.router.operator)) as operator, suppress(BatonError):
+                await asyncio.to_thread(operator.move, "moved")
+                answers["moved"] = await moving
+            await moving
     assert {name: answer.token_ids for name, answer in answers.items()} == expected
     assert all(answer.end.kv_bytes > 0 for answer in others)
     assert answers["long"].end.path.attempts > 1
+    assert answers["moved"].end.path.attempts > 1
 
 
 def test_the_register_lists_the_types_that_are_tested() -> None:

@@ -87,12 +87,13 @@ class EngineRig:
         spans: Sequence[Span] = (),
         turn_in_s: float = 0.0,
         held: int = 0,
+        cut_by: int = 0,
         **params: Any,
     ) -> Request:
         """Queue a request; an int as `prompt` stands for a prompt of that length.
 
         `given`: the number of output tokens that it comes with. `awaits_adapter`: its adapter is not loaded yet.
-        `held`: how many of its first tokens it may pull from another node.
+        `held`: how many of its first tokens it may pull from another node. `cut_by`: of a stream that is moved here.
         """
         tokens = prompt_of(prompt, len(self.requests)) if isinstance(prompt, int) else prompt
         sampling = SamplingParams(**params)
@@ -113,6 +114,7 @@ class EngineRig:
             client_index=client_index,
             turn_in_s=turn_in_s,
             held_prefix=HeldPrefix(SOURCE, held) if held else None,
+            cut_by=cut_by,
             output_token_ids=expected_tokens(tokens, given, seed=sampling.seed, vocab_size=vocab, adapter=adapter),
         )
         self.scheduler.add_request(request, awaits_adapter=awaits_adapter)

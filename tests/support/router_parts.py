@@ -40,6 +40,7 @@ def description(node_id: str, role: Role, *, run: int = 1, **changes: object) ->
         num_blocks=64,
         eos_token_ids=frozenset({2}),
         link_protocol=7,
+        takes_moves=True,
     )
     return replace(base, **changes)  # type: ignore[arg-type]
 

@@ -26,7 +26,8 @@ _ADAPTERS = f"lora list -o name {_TIMEOUT}"
 NAMES: Mapping[str, str] = {
     **dict.fromkeys(("cordon", "uncordon", "drain", "set-role", "wait", "cache reset"), _NODES),
     **dict.fromkeys(("describe node", "logs"), _NODES_AND_ROUTERS),
-    **dict.fromkeys(("describe request", "explain", "trace"), _REQUESTS),
+    **dict.fromkeys(("describe request", "explain", "move", "trace"), _REQUESTS),
+    "move --to": _NODES,
     **dict.fromkeys(("lora unload", "generate --model", "chat --model"), _ADAPTERS),
 }
 """The command that lists what an argument of a command, or an option of it, may name; the first word of a line."""

@@ -64,7 +64,9 @@ def objection(submit: Submit, node: NodeDescription) -> str | None:
     if reader and not (submit.leg is Leg.PREFILL and block_sizes_fit(reader, node.block_size)):
         return f"reader_block_size: {reader} does not fit this node's {node.block_size}, or the leg is not read"
     num_tokens, most = submit.num_tokens, min(node.max_model_len, len(ids) + spec.sampling_params.max_tokens)
-    if submit.cut_by and not (submit.leg is Leg.DECODE and submit.output_token_ids and num_tokens < submit.cut_by <= most):
+    if submit.cut_by and not (
+        submit.leg is Leg.DECODE and submit.output_token_ids and num_tokens < submit.cut_by <= most
+    ):
         return f"cut_by: must be {num_tokens + 1} to {most}, for a decode leg that continues an output, or missing"
     if submit.turn is not None and not math.isfinite(submit.turn):
         return "turn: must be a finite number of seconds"

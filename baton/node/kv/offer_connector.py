@@ -132,15 +132,15 @@ class OfferConnector:
         offered = self._offer_progress(request)
         if offered is None:
             return BlockFate.FREE
-        attempt = offered.attempt
-        del self._offered[request.request_id]
+        attempt, holder = offered.attempt, request.request_id
+        del self._offered[holder]
         if offered.is_withdrawn:
-            self._post(lambda: self._handoff.ended(attempt))
+            self._post(lambda: self._handoff.ended(attempt, holder))
             return BlockFate.LEASED
         closing = _closing(request)
         if closing is not None:
             self._offer(request, offered, offered.num_blocks, tuple(block_ids[offered.num_blocks :]), closing)
-            self._post(lambda: self._handoff.ended(attempt))
+            self._post(lambda: self._handoff.ended(attempt, holder))
             return BlockFate.LEASED
         end = (request.outcome or request.status).name
         detail = str(request.error or f"the request ended as {end} on the node that had it")
@@ -149,7 +149,7 @@ class OfferConnector:
         self._post(lambda: self._handoff.withdraw(attempt, detail, cause))
         if not offered.num_blocks:
             return BlockFate.FREE
-        self._post(lambda: self._handoff.ended(attempt))
+        self._post(lambda: self._handoff.ended(attempt, holder))
         return BlockFate.LEASED
 
     def _offer(

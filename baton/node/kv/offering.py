@@ -115,11 +115,14 @@ class Offering:
         self._probes_log = LimitedLog(_log, now=clock.monotonic)
         self._timings: FIFOCache[AttemptKey, StageTimings] = FIFOCache(_MAX_TIMED)
         """What the node measured of attempts, until their last blocks are offered."""
-        self._pins: dict[AttemptKey, Pin] = {}
-        """Open pulls from the prefix cache: what the engine is asked to keep, or keeps."""
+        self._pins: set[AttemptKey] = set()
+        """Open pulls from the prefix cache."""
         self._moves: dict[AttemptKey, str] = {}
-        """Streams that are moved to other nodes, or were until their blocks are released: the id under which the engine
-        keeps their blocks, by the attempt under which these are offered."""
+        """Streams that are moved to other nodes, or were: by the attempt under which they are offered the id by which
+        the engine knows them."""
+        self._holders: dict[AttemptKey, str] = {}
+        """Attempts whose request has ended and whose blocks are not released: the id under which the engine keeps
+        them."""
         self._num_read: dict[AttemptKey, int] = {}
         """How many blocks of each stream that is moved its reader has, where there is one."""
         self._num_leases = 0
@@ -210,14 +213,14 @@ class Offering:
         are kept until the engine gets `released`."""
         attempt = pin.attempt
         if not block_ids:
-            del self._pins[attempt]
+            self._pins.discard(attempt)
             self.withdraw(attempt, "nothing of it is cached here any more", TransferCause.REFUSED)
             return
         if self._book.knows(attempt):
             # Otherwise its reader is gone meanwhile.
             self._carry_out(self._book.begun(attempt, num_tokens))
             self.offer(attempt, 0, block_ids, Closing(num_tokens, (), ended=False))
-        self.ended(attempt)
+        self.ended(attempt, pin.holder)
 
     def move_asked(self, to: AttemptKey, holder: str) -> None:
         """A stream is to be offered as the attempt `to`, if the engine can; it keeps the blocks under the id `holder`.
@@ -269,11 +272,12 @@ class Offering:
         """Whether the attempt was named here, and is not over."""
         return attempt in self._moves or self._book.knows(attempt)
 
-    def ended(self, attempt: AttemptKey) -> None:
-        """Note that the engine has ended the request. It keeps the blocks until it gets `released`."""
-        holder = self._moves.get(attempt)
-        # Reads of an earlier move of the same stream may still run.
-        for each in [attempt] if holder is None else self._moves_of(holder):
+    def ended(self, attempt: AttemptKey, holder: str) -> None:
+        """Note that the engine has ended the request. It keeps the blocks under the id `holder` until it gets
+        `released`, which it gets when they are lent to nobody, also not because of an earlier move of the stream."""
+        lent = dict.fromkeys([attempt, *self._moves_of(holder)], holder)
+        self._holders |= lent
+        for each in lent:
             self._carry_out(self._book.ended(each))
 
     def _moves_of(self, holder: str) -> Sequence[AttemptKey]:
@@ -350,9 +354,9 @@ class Offering:
         if why:
             self._links.send(link, OfferLost(attempt, why, TransferCause.REFUSED))
             return
-        pin = self._pins[attempt] = Pin(attempt, pull.keys)
+        self._pins.add(attempt)
         self._carry_out(self._book.received(link, Expect(attempt)))
-        self._tell_engine(KVTransferOutput(pins=[pin]))
+        self._tell_engine(KVTransferOutput(pins=[Pin(attempt, pull.keys)]))
 
     def link_closed(self, link: int, reason: str) -> None:
         reader = self._readers[link]
@@ -422,9 +426,10 @@ class Offering:
                 case OpenLeases(count):
                     self._num_leases = count
                 case Released(attempt):
-                    pin, moved = self._pins.pop(attempt, None), self._moves.pop(attempt, None)
-                    holder = pin.holder if pin is not None else moved or str(attempt)
-                    if moved is None or not self._moves_of(moved):
+                    self._pins.discard(attempt)
+                    self._moves.pop(attempt, None)
+                    holder = self._holders.pop(attempt)
+                    if holder not in self._holders.values():
                         self._tell_engine(KVTransferOutput(released=frozenset({holder})))
                 case CutLink(link, reason):
                     self._links.cut(link, reason)

@@ -12,6 +12,7 @@ from baton.messages.operator import (
     ClusterEvent,
     ClusterStatus,
     DrainProgress,
+    MovedStream,
     PlanReport,
     RequestExplanation,
     RequestRow,
@@ -29,6 +30,7 @@ from baton.wire.codec.operator import (
     CLUSTER_STATUS,
     DRAIN_PROGRESS,
     LOADED_ADAPTER,
+    MOVED_STREAM,
     PLAN_REPORT,
     REQUEST_EXPLANATION,
     REQUEST_ROW,
@@ -99,6 +101,15 @@ class OperatorClient:
         Raises CacheInUse while any block there is in use, NodeNotFound, InvalidRequest.
         """
         return int(self._call(self._stub.ResetNodeCache, pb.ResetNodeCacheRequest(node=name), timeout_s).num_blocks)
+
+    def move(self, request_id: str, to: str = "", timeout_s: float = 15.0) -> MovedStream:
+        """Move a running stream to another decode node. `to`: its name; empty: the least loaded one that takes it.
+
+        Raises RequestNotFound, NodeNotFound, InvalidRequest if it can't be moved, NoCapacity, and DeadlineExceeded if
+        it stays where it is.
+        """
+        request = pb.MoveStreamRequest(request_id=request_id, node=to)
+        return MOVED_STREAM.from_pb(self._call(self._stub.MoveStream, request, timeout_s))
 
     def load_adapter(
         self, name: str, directory: str, *, replaces: bool = False, timeout_s: float = 90.0

@@ -177,7 +177,9 @@ def router_message_from_pb(pb: node.AttachRequest) -> RouterMessage:
     message = _ROUTER_MESSAGES.from_pb(pb)
     if message is None:
         kind = pb.WhichOneof("message")
-        raise InvalidRequest("message", f"expected submit, abort, watch_kv_cache, adopt, adapters or move_out, got {kind}")
+        raise InvalidRequest(
+            "message", f"expected submit, abort, watch_kv_cache, adopt, adapters or move_out, got {kind}"
+        )
     return message
 
 

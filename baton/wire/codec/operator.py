@@ -7,6 +7,7 @@ from baton.messages.operator import (
     ClusterEvent,
     ClusterStatus,
     DrainProgress,
+    MovedStream,
     PlanReport,
     RequestExplanation,
     RequestRow,
@@ -25,4 +26,5 @@ DRAIN_PROGRESS = Codec(DrainProgress, operator.DrainNodeResponse)
 CLUSTER_EVENT = Codec(ClusterEvent, operator.ClusterEvent)
 ADAPTER_ROW = Codec(AdapterRow, operator.AdapterRow)
 LOADED_ADAPTER = Codec(LoadedAdapter, operator.LoadAdapterResponse)
+MOVED_STREAM = Codec(MovedStream, operator.MoveStreamResponse)
 TIMELINE = Codec(Timeline, operator.Timeline)

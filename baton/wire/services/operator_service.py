@@ -12,6 +12,7 @@ from baton.messages.operator import (
     ClusterEvent,
     ClusterStatus,
     DrainProgress,
+    MovedStream,
     PlanReport,
     RequestExplanation,
     RequestRow,
@@ -27,6 +28,7 @@ from baton.wire.codec.operator import (
     CLUSTER_STATUS,
     DRAIN_PROGRESS,
     LOADED_ADAPTER,
+    MOVED_STREAM,
     PLAN_REPORT,
     REQUEST_EXPLANATION,
     REQUEST_ROW,
@@ -93,6 +95,17 @@ class SteeringHandler(Protocol):
     def events(self, after: int, follow: bool) -> AsyncIterator[ClusterEvent]: ...
 
 
+class MoveHandler(Protocol):
+    """Moves streams from one node to another."""
+
+    async def move(self, request_id: str, to: str = "") -> MovedStream:
+        """Move a stream, and return when it has moved; `to`: the name of the node, empty: one is chosen.
+
+        Raises RequestNotFound, NodeNotFound, InvalidRequest, NoCapacity, and DeadlineExceeded if it stays where it is.
+        """
+        ...
+
+
 class AdapterHandler(Protocol):
     """The adapters of a cluster. Its commands raise Unreachable without a registry."""
 
@@ -113,10 +126,13 @@ class AdapterHandler(Protocol):
 class OperatorServicer(operator_pb2_grpc.OperatorServicer):
     """Calls the handler for each RPC."""
 
-    def __init__(self, handler: OperatorHandler, steering: SteeringHandler, adapters: AdapterHandler) -> None:
+    def __init__(
+        self, handler: OperatorHandler, steering: SteeringHandler, adapters: AdapterHandler, moves: MoveHandler
+    ) -> None:
         self._handler = handler
         self._steering = steering
         self._adapters = adapters
+        self._moves = moves
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
         operator_pb2_grpc.add_OperatorServicer_to_server(self, server)
@@ -157,6 +173,9 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
 
     async def ResetNodeCache(self, request: pb.ResetNodeCacheRequest, context: _Context) -> pb.ResetNodeCacheResponse:
         return pb.ResetNodeCacheResponse(num_blocks=await self._steering.reset_cache(request.node))
+
+    async def MoveStream(self, request: pb.MoveStreamRequest, context: _Context) -> pb.MoveStreamResponse:
+        return MOVED_STREAM.to_pb(await self._moves.move(request.request_id, request.node))
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: _Context) -> pb.LoadAdapterResponse:
         loaded = await self._adapters.load_adapter(request.name, request.directory, replaces=request.replaces)

@@ -15,7 +15,7 @@ import yaml
 from baton.cli.main import main
 from baton.wire.server.fault_barrier import FaultBarrier
 from baton.wire.server.server import RpcServer
-from baton.wire.services.operator_service import OperatorHandler, OperatorServicer, SteeringHandler
+from baton.wire.services.operator_service import MoveHandler, OperatorHandler, OperatorServicer, SteeringHandler
 from tests.doubles.fake_adapter_handler import FakeAdapterHandler
 from tests.support.adapter_files import write_simple_adapter
 
@@ -26,7 +26,7 @@ async def router() -> AsyncIterator[str]:
     server = RpcServer((), FaultBarrier())
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
     nothing = cast(OperatorHandler, None), cast(SteeringHandler, None)
-    OperatorServicer(*nothing, FakeAdapterHandler()).add_to_server(server.server)
+    OperatorServicer(*nothing, FakeAdapterHandler(), cast(MoveHandler, None)).add_to_server(server.server)
     await server.start()
     yield address
     await server.stop(0)

@@ -14,7 +14,13 @@ from baton.errors import Unreachable
 from baton.messages.operator import ClusterEvent
 from baton.wire.server.fault_barrier import FaultBarrier
 from baton.wire.server.server import RpcServer
-from baton.wire.services.operator_service import AdapterHandler, OperatorHandler, OperatorServicer, SteeringHandler
+from baton.wire.services.operator_service import (
+    AdapterHandler,
+    MoveHandler,
+    OperatorHandler,
+    OperatorServicer,
+    SteeringHandler,
+)
 from router.operations.cluster_events import EventRing
 
 
@@ -63,7 +69,10 @@ class Router:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         OperatorServicer(
-            cast(OperatorHandler, None), cast(SteeringHandler, self), cast(AdapterHandler, None)
+            cast(OperatorHandler, None),
+            cast(SteeringHandler, self),
+            cast(AdapterHandler, None),
+            cast(MoveHandler, None),
         ).add_to_server(self._server.server)
         await self._server.start()
         yield

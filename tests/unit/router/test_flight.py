@@ -43,10 +43,14 @@ from router.flight.flight_table import (
     LegEnded,
     LinkBack,
     MovedAway,
+    MoveEnded,
+    MoveStream,
+    MoveTo,
     NodeGone,
     Place,
     Placed,
     SequenceEnded,
+    StopMove,
     StopStringFound,
     SubmitLeg,
 )
@@ -115,6 +119,10 @@ def parse(line: str) -> FlightEvent:
             return StopStringFound(words[0], int(words[2]) if words[1:] else 0)
         case "cancel":
             return Cancel("gone")
+        case "move":
+            return MoveTo(node(words[0]), int(words[1]) if words[1:] else 100)
+        case "stay":
+            return StopMove(key(int(words[0])), "late")
         case "let-go":
             return LeaveToOtherRouter(ContinuedElsewhere("this router ends"))
     raise AssertionError(f"no such event: {line}")
@@ -127,6 +135,7 @@ def show(effect: FlightEffect) -> str:
             return " ".join([f"place {attempt}{why}", *(["without", *sorted(exclude)] if exclude else [])])
         case SubmitLeg(incarnation, submit):
             source = f" from {submit.kv_source.incarnation}" if submit.kv_source else ""
+            source += f" by {submit.cut_by}" if submit.cut_by else ""
             given = " ".join(["", "behind", *map(str, submit.output_token_ids)]) if submit.output_token_ids else ""
             return f"submit {incarnation} {submit.leg.value} {submit.attempt}{source}{given}"
         case AdoptLeg(incarnation, adopt, _):
@@ -137,6 +146,10 @@ def show(effect: FlightEffect) -> str:
             assert abort.reason
             of = f" of {abort.sequence_index}" if abort.sequence_index is not None else ""
             return f"abort {incarnation} {abort.attempt}{of}"
+        case MoveStream(incarnation, move):
+            return f"move {incarnation} {move.attempt} to {move.to} with {move.num_tokens} by {move.cut_by}"
+        case MoveEnded(to, placement, why):
+            return f"moved {to}" if placement is not None else f"stays {to}: {why or 'over'}"
         case LegEnded(incarnation, attempt):
             return f"ended {incarnation} {attempt}"
         case EmitTokens(first, tokens, _, is_stop, index):

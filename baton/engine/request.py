@@ -138,8 +138,8 @@ class Request:
         "num_computed_tokens", "num_external_tokens", "num_found_tokens", "num_preemptions", "num_prompt_tokens",
         "num_submitted_tokens", "num_unreported", "outcome", "output_token_ids", "parent_id", "pooling",
         "prompt_logprobs", "prompt_token_ids", "pulled_end", "queue_position", "reader_block_size", "repetition",
-        "request_id", "root_id", "sampling_params", "seen_from", "sequence_index", "spans", "spec", "spec_token_ids", "status",
-        "stop_ids", "stop_reason", "turn_in_s",
+        "request_id", "root_id", "sampling_params", "seen_from", "sequence_index", "spans", "spec", "spec_token_ids",
+        "status", "stop_ids", "stop_reason", "turn_in_s",
     )  # fmt: skip
 
     def __init__(

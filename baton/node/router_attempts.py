@@ -294,6 +294,18 @@ class RouterAttempts:
         if port.watches_kv_cache and not any(remaining.watches_kv_cache for remaining in self._streams.ports):
             self._driver.unwatch_kv_cache()
 
+    def _take_arrived(self, attempt: Attempt, end: int) -> None:
+        """Note the tokens that have come with the KV of a stream that was moved here, before the one with index `end`.
+
+        A router that has adopted the attempt meanwhile may lack them.
+        """
+        num_given = len(attempt.given)
+        arrived = tuple(self._role.arrived_tokens(attempt.key)[: end - num_given])
+        attempt.given += arrived
+        port = self._streams.get(attempt.owner)
+        if port is not None:
+            self._streams.tell(port, RequestDelta(attempt.key, num_given, arrived))
+
     def _delta_and_owner(self, client_index: int, output: EngineCoreOutput) -> tuple[int | None, RequestDelta]:
         """The client index of the router that is told of an output, or None if no router is, and the delta for it."""
         key, outcome, is_first = output.attempt, output.outcome, output.sequence_index == 0
@@ -305,8 +317,7 @@ class RouterAttempts:
             return owner, request_delta(output)
         timings = prompt_timings = None
         if is_first and attempt.lacks_tokens_before(output.first_index):
-            # The stream was moved here: its last tokens have come with its KV.
-            attempt.given += tuple(self._role.arrived_tokens(key)[: output.first_index - len(attempt.given)])
+            self._take_arrived(attempt, output.first_index)
         if is_first and (outcome is not None or output.first_index - len(attempt.given) <= 1):
             moved, now = self._role.transfer_figures(key), self._clock.monotonic()
             timings = attempt.clock.timings(now, output.num_cached_tokens, output.num_external_tokens, moved)

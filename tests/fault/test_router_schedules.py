@@ -22,6 +22,7 @@ from baton.messages.sampling import SamplingParams
 from router.dispatcher import Dispatcher
 from router.flight.flight_table import AttemptCause
 from tests.doubles.faulty_transfer_backend import Faults
+from tests.support.moved_streams import count_moves, move_streams
 from tests.support.seeds import drawn_seeds, named_seed
 from tests.support.simulated_cluster import SimulatedLimits, simulated_cluster
 from tests.support.simulated_oracle import expected_prompt_logprobs, expected_tokens
@@ -37,6 +38,8 @@ ROUTERS = ("router-a", "router-b")
 
 class Schedule:
     """One cluster with its routers, a few requests and their faults, all drawn from one seed."""
+
+    moves_streams = True
 
     def __init__(self, seed: int, struck: Counter[str]) -> None:
         self.rng = Random(seed)
@@ -58,7 +61,8 @@ class Schedule:
             for name in ROUTERS:
                 made.start_router(name)
             asking = [asyncio.create_task(self._ask(number)) for number in range(rng.randint(2, 5))]
-            await asyncio.gather(*(self._disturb() for _ in range(rng.randint(1, 3))))
+            moving = asyncio.create_task(self._keep_moving())
+            await asyncio.gather(*(self._disturb() for _ in range(rng.randint(1, 3))), moving)
             self.cluster.store.up = True
             made.heal()
             async with asyncio.timeout(PATIENCE_S):
@@ -128,6 +132,19 @@ class Schedule:
         cut = self.cluster.cut_links(self.rng.choice([*ROUTERS, ""]), lambda: self.rng.random() < share)
         self.struck["link cut"] += cut
 
+    async def _keep_moving(self) -> None:
+        """Streams are moved at all routers meanwhile, if there are other nodes for them."""
+        counted: set[object] = set()
+        for _ in range(40 * self.moves_streams):
+            await asyncio.sleep(self.rng.uniform(0.0, 0.1))
+            for router in self.cluster.routers.values():
+                requests = router.dispatcher.requests
+                if requests not in counted:
+                    counted.add(requests)
+                    count_moves(requests, self.struck)
+                if not router.is_gone:
+                    move_streams(self.rng, self.cluster, requests, self.struck)
+
     async def _kill_router(self) -> None:
         name = self.rng.choice(ROUTERS)
         if self.cluster.routers[name].is_gone:
@@ -144,13 +161,15 @@ def test_each_token_comes_once_whichever_router_dies() -> None:
         with named_seed(seed):
             run_virtually(Schedule(seed, struck).run())
     if NUM_SCHEDULES >= 40 and len(SEEDS) > 1:
-        for name in ("router killed", "node killed", "link cut", "records lost", "adopted", "moved", "resumed"):
+        for name in ("router killed", "node killed", "link cut", "records lost", "adopted", "moved", "resumed", "stream moved"):
             assert struck[name], struck
         assert struck["finished"] > 2 * NUM_SCHEDULES, struck
 
 
 class Flaps(Schedule):
     """No process dies: links between routers and nodes break repeatedly, and some clients change their router."""
+
+    moves_streams = False
 
     def __init__(self, seed: int, struck: Counter[str]) -> None:
         super().__init__(seed, struck)

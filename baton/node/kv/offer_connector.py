@@ -19,8 +19,8 @@ from kv_transfer.link.link_messages import Closing
 
 _log = logging.getLogger(__name__)
 _COMPUTED = frozenset({Outcome.HANDED_OFF, Outcome.STOP, Outcome.LENGTH})
-_MOVED_PER_STEP = 32
-"""Stripes of a stream that is moved that are offered after one step: their digests are computed before the next one,
+_MOVED_PER_STEP = 64
+"""Stripes of streams that are moved that are offered after one step: their digests are computed before the next one,
 for which all streams wait."""
 
 
@@ -60,6 +60,8 @@ class OfferConnector:
         self._post = post
         self._post_now = post_now
         self._after_step = after_step
+        self._num_moved_in_step = 0
+        """Blocks of streams that are moved that were offered since the last step."""
         self._offered: dict[str, _OfferProgress] = {}
         """By request id as the engine knows it."""
 
@@ -88,10 +90,20 @@ class OfferConnector:
             return
         end = num_computed_tokens // self._layout.block_size * len(self._layout.groups)
         if is_moved:
-            end = min(end, offered.num_blocks + _MOVED_PER_STEP * len(self._layout.groups))
+            end = min(end, offered.num_blocks + _MOVED_PER_STEP * len(self._layout.groups) - self._num_moved_in_step)
         if end > offered.num_blocks:
             first, offered.num_blocks = offered.num_blocks, end
+            if is_moved:
+                self._note_moved(end - first)
             self._offer(request, offered, first, tuple(block_ids[first:end]))
+
+    def _note_moved(self, num_blocks: int) -> None:
+        if not self._num_moved_in_step:
+            self._after_step(self._step_ended)
+        self._num_moved_in_step += num_blocks
+
+    def _step_ended(self) -> None:
+        self._num_moved_in_step = 0
 
     def move_begun(self, request: Request) -> None:
         assert request.move is not None

@@ -147,7 +147,7 @@ def _closing_objection(blocks: SenderBlocks, closing: Closing, end: int, vocab_s
         least = plan.num_known_tokens + len(closing.first_token_ids) - 1
         size, groups = blocks.sizes.reader_block_size, len(blocks.sizes.windows)
         is_whole = end == -(-closing.num_prompt_tokens // size) * groups
-        if not (closing.num_prompt_tokens == least <= num_tokens and is_whole):
+        if not (closing.num_prompt_tokens == least < num_tokens and is_whole):
             return (
                 f"a stream with KV of {closing.num_prompt_tokens} tokens in {end} blocks was offered, of which "
                 f"{plan.num_known_tokens} are known here, with {len(closing.first_token_ids)} more"

@@ -102,8 +102,8 @@ class TransferPlan:
     is_pull: bool = False
     """Whether these are the first tokens of a prompt, from the sender's prefix cache: no token comes with them."""
     num_known_tokens: int = 0
-    """For a stream that is moved, which may have at most `num_prompt_tokens` by then: how many of its tokens are known
-    here. 0: it is a prompt, all of which is known."""
+    """For a stream that is moved, which may have at most `num_prompt_tokens` by then, the last one without KV: how many
+    of its tokens are known here. 0: it is a prompt, all of which is known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,7 @@ class Recorder:
     failed: dict[str, LostKV] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
     pins: list[Pin] = field(default_factory=list)
+    moves_ended: list[AttemptKey] = field(default_factory=list)
     num_told: int = 0
     """How often anything was told to the engine, which wakes it."""
     events: list[tuple[str, str, int, str]] = field(default_factory=list)
@@ -114,6 +115,7 @@ class Recorder:
         self.failed.update(news.failed)
         self.released.extend(news.released)
         self.pins.extend(news.pins)
+        self.moves_ended.extend(news.moves_ended)
         self.num_told += 1
         self._changed.set()
 

@@ -36,6 +36,8 @@ class _OfferProgress:
     """How often the request had been preempted when its first block was offered."""
     digest_parts: int
     """How many digests each of its blocks gets."""
+    was_lent: bool = False
+    """Whether blocks of it were offered in an earlier move."""
     is_withdrawn: bool = False
 
 
@@ -108,7 +110,10 @@ class OfferConnector:
     def move_begun(self, request: Request) -> None:
         assert request.move is not None
         handoff, to, num_tokens = self._handoff, request.move.to, request.seen_from
-        self._offered[request.request_id] = _OfferProgress(to, 0, request.num_preemptions, digest_parts=1)
+        earlier = self._offered.get(request.request_id)
+        was_lent = earlier is not None and (earlier.was_lent or earlier.num_blocks > 0)
+        progress = _OfferProgress(to, 0, request.num_preemptions, digest_parts=1, was_lent=was_lent)
+        self._offered[request.request_id] = progress
         self._post(lambda: handoff.move_begun(to, num_tokens))
 
     def move_ended(self, request_id: str, to: AttemptKey, why: str) -> None:
@@ -159,7 +164,7 @@ class OfferConnector:
         aborted = request.outcome is Outcome.ABORTED
         cause = TransferCause.CANCELLED if aborted else TransferCause.LEASE_LOST
         self._post(lambda: self._handoff.withdraw(attempt, detail, cause))
-        if not offered.num_blocks:
+        if not (offered.num_blocks or offered.was_lent):
             return BlockFate.FREE
         self._post(lambda: self._handoff.ended(attempt, holder))
         return BlockFate.LEASED

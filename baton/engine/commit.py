@@ -169,7 +169,8 @@ class Commit:
         if move is None:
             return False
         # With states, right drafts are still to be computed.
-        if request.num_computed_tokens == request.num_tokens - 1 and self._state.connector.may_cut(request):
+        is_computed = request.num_computed_tokens == request.num_tokens - 1 and not self._state.is_step_in_flight
+        if is_computed and self._state.connector.may_cut(request):
             return True
         if request.num_tokens >= move.cut_by:
             self._state.end_move(request, f"the reader was behind when there were {request.num_tokens} tokens")

@@ -188,7 +188,7 @@ class Scheduler:
             state.connector.move_ended(request_id, move.to, why)
             return
         request.move, request.append_only_until = move, 0
-        # What a step in flight computes counts as computed already.
+        # What a step in flight computes may count as computed already.
         request.seen_from = min(request.num_computed_tokens, request.num_tokens - 1)
         state.moving[request_id] = request
         state.connector.move_begun(request)
@@ -518,6 +518,7 @@ class Scheduler:
         if plan is not None:
             self._stalled = False
             self._preemption.settle(plan, scheduler_output, runner_output)
+            self._state.is_step_in_flight = bool(self._in_flight)
             self._commit.commit(plan, num_scheduled, runner_output, outputs)
         self._state.remove_ended()
         if self._state.failed_groups:

@@ -139,6 +139,8 @@ class SchedulerState:
         self._finished_req_ids: set[str] = set()
         self._running_has_ended = False
         """Whether `running` may have requests that don't run any more."""
+        self.is_step_in_flight = False
+        """Whether a step runs beside the one that is committed, which writes to blocks of running requests."""
         self.moving: dict[str, Request] = {}
         """The requests that are moved to other nodes, by id."""
         self.parked: dict[str, Request] = {}

@@ -34,16 +34,16 @@ NEW_TOKENS = 300
 class Stream:
     """A stream that has begun."""
 
-    request: GenerateRequest
+    prompt: list[int]
+    max_tokens: int
     answer: asyncio.Task[Answer]
 
     async def assert_right(self, *, num_moves: int | None = None) -> Answer:
         """It ends with the tokens of an undisturbed run, after so many moves and no failed attempt."""
-        answer, request = await self.answer, self.request
-        params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens)
-        assert answer.token_ids == expected_tokens(list(request.prompt or ()), params, SPEC)
-        assert answer.indices == list(range(request.max_tokens))
-        if request.logprobs is not None:
+        answer, params = await self.answer, SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
+        assert answer.token_ids == expected_tokens(self.prompt, params, SPEC)
+        assert answer.indices == list(range(self.max_tokens))
+        if answer.logprobs:
             assert [each.token_id for each in answer.logprobs] == answer.token_ids
         assert num_moves is None or answer.end.path.attempts == 1 + num_moves
         return answer
@@ -56,15 +56,13 @@ class Streams:
         self._cluster = cluster
         self.operator = OperatorClient(cluster.router.operator)
 
-    async def begin(self, name: str, **fields: int) -> Stream:
+    async def begin(self, name: str, max_tokens: int = NEW_TOKENS, n: int = 1, logprobs: int | None = None) -> Stream:
         """Begin a stream, and return once it decodes."""
-        request = GenerateRequest(
-            [*PROMPT, *name.encode()], name, temperature=0.0, **{"max_tokens": NEW_TOKENS} | fields
-        )
-        count = TokenCount()
-        stream = Stream(request, asyncio.create_task(self._cluster.generate(request, on_event=count)))
+        prompt, count = [*PROMPT, *name.encode()], TokenCount()
+        request = GenerateRequest(prompt, name, temperature=0.0, max_tokens=max_tokens, n=n, logprobs=logprobs)
+        answer = asyncio.create_task(self._cluster.generate(request, on_event=count))
         await count.wait_for_tokens(3)
-        return stream
+        return Stream(prompt, max_tokens, answer)
 
     async def node_of(self, name: str) -> str:
         """The node that decodes a stream."""
@@ -96,7 +94,7 @@ async def streaming(directory: Path, **settings: object) -> AsyncIterator[tuple[
 @pytest.mark.one_transport
 async def test_an_operator_moves_a_stream_or_hears_why_it_stays(tmp_path: Path) -> None:
     async with streaming(tmp_path) as (cluster, streams):
-        one, two = await streams.begin("one", logprobs=1, max_tokens=600), await streams.begin("two", n=2)
+        one, two = await streams.begin("one", 600, logprobs=1), await streams.begin("two", n=2)
         source = await streams.node_of("one")
         other = next(name for name in ("decode-0", "decode-1") if name != source)
         assert await cluster.baton("move", "one") == f"one: {source} -> {other}\n"
@@ -112,7 +110,7 @@ async def test_an_operator_moves_a_stream_or_hears_why_it_stays(tmp_path: Path) 
         for request_id, to, error, why in wrong:
             with pytest.raises(error, match=why):
                 await asyncio.to_thread(streams.operator.move, request_id, to)
-        await one.assert_right(num_moves=2)
+        assert len((await one.assert_right(num_moves=2)).logprobs) == 600
         await two.answer
         assert "moved there while it was decoded" in await cluster.baton("explain", "one")
 
@@ -140,7 +138,7 @@ async def test_streams_leave_a_node_that_is_to_be_empty_and_no_prompt_is_compute
 @pytest.mark.one_transport
 async def test_streams_stay_where_they_are_if_the_setting_says_so(tmp_path: Path) -> None:
     async with streaming(tmp_path, move_streams="off") as (_, streams):
-        stream = await streams.begin("r", max_tokens=60)
+        stream = await streams.begin("r", 60)
         source = await streams.node_of("r")
         await asyncio.to_thread(streams.operator.cordon, [source])
         assert (await stream.assert_right(num_moves=0)).end.path.decode_node == source

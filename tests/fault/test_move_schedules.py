@@ -1,7 +1,7 @@
 """Schedules of faults in which streams are moved between decode nodes, in virtual time.
 
-Prompts are pulled meanwhile, too. Moves begin at any moment of a stream, and nodes die, stop, are cut off or read slowly meanwhile. `test_fault_schedules`
-says what holds and how a seed is repeated.
+Prompts are pulled meanwhile, too. Moves begin at any moment of a stream, and nodes die, stop, are cut off or read
+slowly. `test_fault_schedules` says what holds and how a seed is repeated.
 """
 
 from __future__ import annotations

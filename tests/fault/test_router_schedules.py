@@ -161,7 +161,16 @@ def test_each_token_comes_once_whichever_router_dies() -> None:
         with named_seed(seed):
             run_virtually(Schedule(seed, struck).run())
     if NUM_SCHEDULES >= 40 and len(SEEDS) > 1:
-        for name in ("router killed", "node killed", "link cut", "records lost", "adopted", "moved", "resumed", "stream moved"):
+        for name in (
+            "router killed",
+            "node killed",
+            "link cut",
+            "records lost",
+            "adopted",
+            "moved",
+            "resumed",
+            "stream moved",
+        ):
             assert struck[name], struck
         assert struck["finished"] > 2 * NUM_SCHEDULES, struck
 

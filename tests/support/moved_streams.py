@@ -20,7 +20,9 @@ def count_moves(requests: LiveRequests, struck: Counter[str]) -> None:
     num_moves: Counter[str] = Counter()
 
     def note(active: ActiveRequest, ended: MoveEnded) -> None:
-        how = "stream moved" if ended.placement is not None else "stream stayed" if ended.why else "over before it moved"
+        how = (
+            "stream moved" if ended.placement is not None else "stream stayed" if ended.why else "over before it moved"
+        )
         struck[how] += 1
         num_moves[active.request.request_id] += ended.placement is not None
         struck["moved twice"] += num_moves[active.request.request_id] == 2

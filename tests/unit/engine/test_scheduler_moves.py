@@ -153,12 +153,14 @@ def test_no_step_is_decided_ahead_while_a_stream_moves() -> None:
     rig = EngineRig()
     rig.begin("r", 9, max_tokens=20)
     assert rig.scheduler.may_run_ahead()
-    ahead = rig.scheduler.schedule()
+    ahead = [rig.scheduler.schedule(), rig.scheduler.schedule()]
     move(rig)
-    assert rig.connector.moves["r"] == 9, "what the step in flight computes is not there yet"
+    assert rig.connector.moves["r"] == 9, "what the steps in flight compute is not there yet"
     assert not rig.scheduler.may_run_ahead()
     rig.connector.may_be_cut.add("r")
-    rig.commit(ahead)
+    rig.commit(ahead[0])
+    assert rig.reason("r") is None, "the next step writes to the block that would be read"
+    rig.commit(ahead[1])
     assert rig.reason("r") is Outcome.HANDED_OFF
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -126,7 +127,10 @@ async def test_blocks_are_kept_for_the_reads_of_all_moves_of_a_stream() -> None:
         request.move = MoveOut(HAD, second, 8, CUT_BY)
         rig.sender.connector.move_begun(request)
         end(rig, request, Outcome.ABORTED)
-        await rig.sender.recorder.wait_for_event("lease_suspect")
+        posted = asyncio.Event()
+        asyncio.get_running_loop().call_soon_threadsafe(posted.set)
+        await posted.wait()
+        assert rig.sender.handoff.stats().suspect == 1
         assert not rig.sender.recorder.released
         rig.thaw_reads()
         await rig.sender.recorder.release(HOLDER)
@@ -172,8 +176,9 @@ async def test_a_stream_that_is_not_what_was_asked_for_is_refused(wrong: Closing
         send = rig.sender.handoff._links.send
 
         def distort(link: int, message: SenderMessage) -> None:
-            is_last = isinstance(message, Offer) and message.closing is not None
-            send(link, replace(message, closing=wrong) if is_last else message)  # type: ignore[type-var]
+            if isinstance(message, Offer) and message.closing is not None:
+                message = replace(message, closing=wrong)
+            send(link, message)
 
         rig.sender.handoff._links.send = distort  # type: ignore[method-assign]
         step(rig, request, 18)

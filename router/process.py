@@ -230,7 +230,7 @@ class _Operators:
             core.cards.set_adapters,
         )
         self.steering.on_desired.add(self.adapters.take_desired)
-        self.moves = StreamMoves(requests, view, timers, empties_nodes=config.move_streams == "on")
+        self.moves = StreamMoves(requests, view, timers, is_on=config.move_streams == "on")
         self.planning = Planning(
             mode := PlannerMode(config.planner),
             core.incarnation,
@@ -294,6 +294,7 @@ class _PublicPorts:
     ) -> None:
         self._core = core
         self._planning = operators.planning
+        self._moves = operators.moves
         # Shared by both.
         self.connections = limit = ConnectionLimit()
         budget = TurnBudget(asyncio.get_running_loop())
@@ -352,7 +353,7 @@ class _PublicPorts:
         held = connection_figures(self.grpc, self.http, self.connections)
         stored = declared_figures(self._responses.stats())
         by_tenant = [*self._tenants.figures(), *core.requests.tenants.figures()]
-        planned = self._planning.figures()
+        planned = [*self._planning.figures(), *self._moves.figures()]
         return render([*metrics, *by_tenant, *planned, *stored, *held, *process_figures()], labels)
 
 

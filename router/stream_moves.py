@@ -1,5 +1,5 @@
-"""Moves streams to other nodes while they are decoded: those of nodes that are to be empty, and those that an operator
-names.
+"""Moves streams to other nodes while they are decoded: those of nodes that are to be empty, some of a node that is full
+while another one has much room, and those that an operator names.
 
 A node is to be empty while it drains (it was told to stop or to change its role) and while it is cordoned. Each router
 moves its own streams, a few of each node at a time, since the other nodes reserve blocks for them and this one's steps
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +21,7 @@ from baton.errors import DeadlineExceeded, InvalidRequest, NoCapacity, NodeNotFo
 from baton.messages.ids import AttemptKey, unscoped
 from baton.messages.node import NodeDescription
 from baton.messages.operator import MovedStream
+from baton.observe.metrics import Figure
 from router.flight.active_request import ActiveRequest
 from router.flight.flight_table import MoveEnded, MoveTo, StopMove
 from router.live_requests import LiveRequests
@@ -35,8 +37,12 @@ MOVE_S = 10.0
 """A stream that has not moved by then stays where it is, since the other node may have no room for it."""
 RETRY_S = 1.0
 """After this long a stream that stayed on a node which is to be empty is tried again."""
+BALANCE_S = 1.0
+"""How often a stream leaves a node that is full while another one has much room."""
+WORTH_TOKENS = 64
+"""A stream leaves such a node only if it may have so many more tokens."""
 _LOOK_S = 0.25
-"""How often streams are looked for on nodes that are to be empty."""
+"""How often streams are looked for that are to move."""
 _MOST_PUT_OFF = 65_536
 
 
@@ -57,14 +63,14 @@ def _nobody_asks(ended: MoveEnded) -> None:
 class StreamMoves:
     """The moves of one router's streams. Belongs to its event loop."""
 
-    def __init__(
-        self, requests: LiveRequests, view: ClusterView, timers: Timers, *, empties_nodes: bool = True
-    ) -> None:
-        """`empties_nodes`: whether streams leave nodes that are to be empty."""
+    def __init__(self, requests: LiveRequests, view: ClusterView, timers: Timers, *, is_on: bool = True) -> None:
+        """`is_on`: whether streams are moved that no operator has named."""
         self._requests = requests
         self._view = view
         self._timers = timers
-        self._empties_nodes = empties_nodes
+        self._is_on = is_on
+        self._balance_at = 0.0
+        """When a stream may leave a crowded node again."""
         self._under_way: dict[AttemptKey, _UnderWay] = {}
         """By the attempt that is to have the stream."""
         self._num_leaving: Counter[str] = Counter()
@@ -78,6 +84,12 @@ class StreamMoves:
         """Moves that have ended, by how: moved, stayed, over (the request ended meanwhile)."""
         requests.on_move_ended.add(self._ended)
 
+    def figures(self) -> Iterator[Figure]:
+        """The metrics, for the metrics page."""
+        text = "Streams that were to move to another node, by how that ended: over, if their requests ended meanwhile."
+        for end in ("moved", "stayed", "over"):
+            yield Figure("router_stream_moves_total", text, self.num_ended[end], {"end": end})
+
     async def run(self) -> None:
         """Empty nodes until cancelled."""
         while True:
@@ -85,12 +97,30 @@ class StreamMoves:
             await sleep_until(self._timers, self._timers.monotonic() + _LOOK_S)
 
     def look(self) -> None:
-        """Look for streams on nodes that are to be empty, and begin to move them."""
-        leaving = self._view.leaving() if self._empties_nodes else ()
+        """Look for streams on nodes that are to be empty or are crowded, and begin to move them."""
+        if not self._is_on:
+            return
         self._queue.clear()
-        if leaving:
+        if leaving := self._view.leaving():
             self._queue.extend(active for active in self._requests.active_requests() if _is_on(active, leaving))
             self._begin_moves()
+        now = self._timers.monotonic()
+        if now >= self._balance_at and (crowded := self._view.crowded()) and not self._num_leaving[crowded]:
+            self._balance_at = now + BALANCE_S
+            self._leave(crowded)
+
+    def _leave(self, crowded: str) -> None:
+        """Move one stream away: the latest one that has many tokens to come, since it has the least KV."""
+        for active in self._requests.active_requests():
+            num_left = active.request.sampling_params.max_tokens - active.flight.num_output_tokens
+            if (
+                num_left >= WORTH_TOKENS
+                and _is_on(active, frozenset((crowded,)))
+                and not active.flight.why_not_movable()
+            ):
+                with suppress(NoCapacity, InvalidRequest):
+                    self._begin(active, None, _nobody_asks)
+                return
 
     async def move(self, request_id: str, to: str = "") -> MovedStream:
         """Move a stream, and wait until it has moved. `to`: the name of the node; empty: the least loaded one.

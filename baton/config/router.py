@@ -168,7 +168,8 @@ class RouterSettings(ClusterSettings):
     move_streams: Literal["on", "off"] = Field(
         "on",
         description="Whether streams are moved to other decode nodes, while they are decoded, from nodes that drain, "
-        "change their role or are cordoned. Otherwise they end where they are.",
+        "change their role or are cordoned, and from a full one while another has much room. Otherwise they end where "
+        "they are.",
     )
     default_ttft_ms: Milliseconds = Field(
         0.0,

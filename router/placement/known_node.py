@@ -94,6 +94,15 @@ class KnownNode:
         sequences, unreported = self.others + self.ours, self.unreported.num_blocks
         return rules.lack(self.description, self.load, sequences, unreported, goes_ahead=goes_ahead)
 
+    @property
+    def pressure(self) -> float:
+        """The larger share of its blocks and of its seats that its requests take; 0 where it does not say how many it
+        has."""
+        description, load = self.description, self.load
+        blocks = load.promised_blocks / load.total_blocks if load.total_blocks else 0.0
+        seats = description.max_num_seqs if description is not None else 0
+        return max(blocks, (self.others + self.ours) / seats if seats else 0.0)
+
     def candidate(self, rules: RoomRules, *, is_left_out: bool = False) -> Candidate | None:
         """The node as one that can be given work; None if it takes none."""
         description, load = self.description, self.load

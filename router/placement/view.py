@@ -26,6 +26,8 @@ from router.placement.versions import Registered, Serving, left_out, serving_ver
 
 LOST_SHOWN_S = 60.0
 """How long a lost node is still shown to operators."""
+CROWDED_BY = 0.4
+"""A node that is full is crowded if another one has so much more of its blocks and seats free, as a share."""
 SIZE_REMEMBERED_S = 600.0
 """For so long after a node was lost, requests that fit only on a node of its size are told to come again, and not that
 they are too large: long enough to replace a machine and load a model."""
@@ -491,6 +493,19 @@ class ClusterView:
         """The incarnations of attached nodes that are to be empty: they drain, or are cordoned."""
         states = (NodeState.DRAINING, NodeState.CORDONED)
         return frozenset(name for name, node in self._nodes.items() if node.runs_legs and node.state in states)
+
+    def crowded(self) -> str:
+        """The incarnation of a decode node that is full while another one of its version has much room; empty: there
+        is none."""
+        ready = [node for node in self._nodes.values() if node.state is NodeState.READY and node.runs_legs]
+        decodes = [node for node in ready if node.record.role == Role.DECODE.value]
+        full = [node for node in decodes if node.lack(self._rules) in (Lack.SEATS, Lack.KV)]
+        if not full:
+            return ""
+        source = max(full, key=lambda node: node.pressure)
+        others = [node.pressure for node in decodes if node.version == source.version and node is not source]
+        is_crowded = min(others, default=math.inf) <= source.pressure - CROWDED_BY
+        return source.record.incarnation if is_crowded else ""
 
     @property
     def cordoned(self) -> list[str]:

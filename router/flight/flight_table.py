@@ -4,7 +4,7 @@ A flight is one client request from admission to its single terminal state:
 
     PLACING     waits for its first nodes
     PREFILLING  its legs are sent; no token of this attempt has arrived
-    STREAMING   tokens of this attempt arrive
+    STREAMING   tokens of this attempt arrive, or those of the one from which it takes the stream over
     RETRYING    an attempt failed; the flight waits for other nodes
 
 While it streams, it may be moved to another node: an attempt there, which is none of the flight's as long as it reads
@@ -72,8 +72,8 @@ FLIGHT_TABLE: Final[dict[tuple[FlightState, FlightStep], FlightState]] = {
     (_S.STREAMING, _E.LEG_LOST): _S.RETRYING,
     (_S.PREFILLING, _E.REFUSED): _S.RETRYING,
     (_S.STREAMING, _E.REFUSED): _S.RETRYING,
-    # The stream was moved, and goes on at another node.
-    (_S.STREAMING, _E.HANDED_OVER): _S.PREFILLING,
+    # The stream was moved: its last tokens, which can have the end of its text, come with that.
+    (_S.STREAMING, _E.HANDED_OVER): _S.STREAMING,
     (_S.PREFILLING, _E.ENDED): _S.FINISHED,
     (_S.STREAMING, _E.ENDED): _S.FINISHED,
     (_S.STREAMING, _E.STOP_STRING): _S.FINISHED,

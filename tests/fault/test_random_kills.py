@@ -1,7 +1,8 @@
 """SIGKILL of prefill nodes, decode nodes, routers and Redis at random moments under load: no request is lost or wrong.
 
-Streams are moved between decode nodes, and prompts pulled, all the time. One process of each kind is killed, and more until a kill has met an answer in its middle, which another node went on
-with. `BATON_KILLS=300` kills 300 times, `BATON_KILLS_SEED=N` draws other kills.
+Streams are moved between decode nodes, and prompts pulled, all the time. One process of each kind is killed, and more
+until a kill has met an answer in its middle, which another node went on with. `BATON_KILLS=300` kills 300 times,
+`BATON_KILLS_SEED=N` draws other kills.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ NUM_CLIENTS = 8
 NUM_REQUESTS = 6 if NUM_KILLS < 20 else 18
 """Different requests; six are one of each kind."""
 VOCAB_SIZE = 1024
-FLAGS = ("--kv-pulls", "always", "--prefill", "2", "--decode", "2", "--routers", "2", "--threads", "1", "--http-port", "0")
+SIZES = ("--prefill", "2", "--decode", "2", "--routers", "2")
+FLAGS = (*SIZES, "--threads", "1", "--http-port", "0", "--kv-pulls", "always")
 
 
 @pytest.fixture(scope="module")

@@ -338,6 +338,11 @@ class TransferBook:
         transfer = self._transfers.get(attempt)
         return transfer.state if transfer else None
 
+    def needs(self, incarnation: str) -> bool:
+        """Whether a transfer from this sender is not over, or a request waits for its blocks."""
+        expected = any(kv.source.incarnation == incarnation for kv in self._expected.values())
+        return expected or bool(self._transfers_of(incarnation))
+
     def counts(self) -> TransferCounts:
         """For the node's load report and metrics."""
         transfers = self._transfers.values()

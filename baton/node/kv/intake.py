@@ -79,6 +79,10 @@ from kv_transfer.receiver.transfer_values import (
 _log = logging.getLogger(__name__)
 _MAX_STATS = 16384
 """Number of transfers whose statistics are kept."""
+_IDLE_S = 600.0
+"""A link that was opened for a pull or a move is closed when nothing was read over it for so long."""
+_LOOK_S = 60.0
+"""How often idle links are looked for."""
 
 
 class Intake:
@@ -145,16 +149,23 @@ class Intake:
         self._watch = current_watch.get()
         self._mover_watch: asyncio.Task[None] | None = None
         self._stopped = False
+        self._clock = clock
+        self._needed_at: dict[str, float] = {}
+        """When each link was needed last, on the clock, by incarnation."""
+        self._look: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
         """Start the transfer agent; raises its error."""
         await asyncio.to_thread(self.mover.start)
         self._prober.started()
         self._mover_watch = self._watch.start(self.mover.watch_turns, "mover-turns", on_fault=OnFault.END_PROCESS)
+        self._look_for_idle_links()
 
     async def stop(self) -> None:
         """End the links and the agent. Transfers that are not over are not reported any more."""
         self._stopped = True
+        if self._look is not None:
+            self._look.cancel()
         self.holders.close()
         self._prober.close()
         await self.links.close()
@@ -174,6 +185,24 @@ class Intake:
     def sender_left(self, incarnation: str) -> None:
         """Note that a sender has left the cluster. Its link is kept as long as the sender keeps it."""
         self._members.discard(incarnation)
+
+    def _look_for_idle_links(self) -> None:
+        self.close_idle_links(_IDLE_S)
+        looks = self._watch.guarded(self._look_for_idle_links, "idle-links")
+        self._look = asyncio.get_running_loop().call_later(_LOOK_S, looks)
+
+    def close_idle_links(self, idle_s: float) -> None:
+        """Close the links over which nothing was read for so many seconds, but for those to senders that have joined.
+        The next pull or move opens one again."""
+        now, needed_at = self._clock.monotonic(), self._needed_at
+        self._needed_at = {
+            name: now if name in self._members or self._book.needs(name) else needed_at.get(name, now)
+            for name in self._pools
+        }
+        for name, at in self._needed_at.items():
+            if now - at >= idle_s and name not in self._members and not self._book.needs(name):
+                why = f"nothing was read over it for {idle_s:g} s"
+                self.links.cut(name, TransferFailed(TransferCause.CANCELLED, why))
 
     # Called for the engine, on the event loop.
 
@@ -218,6 +247,7 @@ class Intake:
         windows = self._layout.windows if self._layout is not None else (None,)
         sizes = BlockMap(welcome.layout.block_size, self._identity.layout.block_size, windows)
         self._pools[welcome.incarnation] = (welcome.num_blocks, sizes)
+        self._needed_at[welcome.incarnation] = self._clock.monotonic()
         self.holders.link_up(welcome.incarnation, takes_pulls=welcome.takes_pulls and sizes.is_equal)
         self._refused.link_opened(welcome.node_id)
         self._absent.link_opened(welcome.node_id, welcome.incarnation)

@@ -128,3 +128,28 @@ async def test_a_prompt_does_not_wait_for_a_node_that_takes_no_pulls() -> None:
         assert not holders.is_meeting(name)
         assert rig.receiver.recorder.num_told == told + 1
         assert rig.receiver.connector.get_num_new_matched_tokens(request(rig), 0).num_tokens == 0
+
+
+async def test_a_link_over_which_nothing_is_read_is_closed_and_opened_again_when_it_is_needed() -> None:
+    async with HandoffRig() as rig:
+        intake, name = rig.receiver.intake, rig.sender.source.incarnation
+        told = rig.receiver.recorder
+        rig.receiver.connector.request_added(request(rig))
+        await told.wait_until(lambda: intake.holders.may_pull(name))
+        intake.close_idle_links(3600.0)
+        one = request(rig)
+        pin = await asked(rig, one)
+        intake.close_idle_links(0.0)
+        assert intake.num_links == 1, "a request waits for what the other node says"
+        rig.sender.connector.pinned(pin, ())
+        await told.wait_until(lambda: intake.num_kept(ATTEMPT) is not None)
+        assert rig.receiver.connector.get_num_new_matched_tokens(one, 0).num_tokens == 0
+        intake.close_idle_links(0.0)
+        while intake.num_links or rig.sender.handoff.num_links:
+            await asyncio.sleep(0)
+        assert not intake.holders.may_pull(name)
+        rig.receiver.connector.request_added(request(rig))
+        await told.wait_until(lambda: intake.holders.may_pull(name))
+        intake.sender_joined(rig.sender.source)
+        intake.close_idle_links(0.0)
+        assert intake.num_links == 1, "it proves that the pair can hand over"

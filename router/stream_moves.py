@@ -91,7 +91,7 @@ class StreamMoves:
             yield Figure("router_stream_moves_total", text, self.num_ended[end], {"end": end})
 
     async def run(self) -> None:
-        """Empty nodes until cancelled."""
+        """Look for streams that are to move, until cancelled."""
         while True:
             self.look()
             await sleep_until(self._timers, self._timers.monotonic() + _LOOK_S)
@@ -102,7 +102,7 @@ class StreamMoves:
             return
         self._queue.clear()
         if leaving := self._view.leaving():
-            self._queue.extend(active for active in self._requests.active_requests() if _is_on(active, leaving))
+            self._queue.extend(active for active in self._requests.active_requests() if _decodes_on(active, leaving))
             self._begin_moves()
         now = self._timers.monotonic()
         if now >= self._balance_at and (crowded := self._view.crowded()) and not self._num_leaving[crowded]:
@@ -115,7 +115,7 @@ class StreamMoves:
             num_left = active.request.sampling_params.max_tokens - active.flight.num_output_tokens
             if (
                 num_left >= WORTH_TOKENS
-                and _is_on(active, frozenset((crowded,)))
+                and _decodes_on(active, frozenset((crowded,)))
                 and not active.flight.why_not_movable()
             ):
                 with suppress(NoCapacity, InvalidRequest):
@@ -214,6 +214,6 @@ class StreamMoves:
             self._next_moves.request()
 
 
-def _is_on(active: ActiveRequest, incarnations: frozenset[str]) -> bool:
+def _decodes_on(active: ActiveRequest, incarnations: frozenset[str]) -> bool:
     decoder = active.flight.decoder
     return decoder is not None and decoder.incarnation in incarnations

@@ -106,7 +106,11 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
             self.cut(link, _NODE_STOPS)
 
     async def Open(self, request_iterator: Any, context: _Context) -> None:
-        hello = await self._shake_hands(context)
+        try:
+            hello = await self._shake_hands(context)
+        except grpc.aio.InternalError as error:
+            # The reader is gone, so that nothing can be written any more, nor a status.
+            raise asyncio.CancelledError("the reader has left before the link was open") from error
         number = next(self._numbers)
         reason = "the stream was cancelled"
         stream: LinkStream[SenderMessage, ReaderMessage] = LinkStream(

@@ -11,7 +11,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from random import Random
 
 import pytest
@@ -42,23 +42,23 @@ class Moves:
     """Moves streams between decode nodes, at whatever router they are, until it is stopped."""
 
     def __init__(self, cluster: ProcessCluster, rng: Random) -> None:
-        self._addresses = [process.operator_address for process in cluster.state.processes if process.role == "router"]
+        self._cluster = cluster
         self._rng = rng
         self.num_moved = 0
         self.is_stopped = False
 
     def run(self) -> None:
         """Move one stream after the other; called in a thread."""
-        clients = [OperatorClient(address) for address in self._addresses]
         while not self.is_stopped:
-            with suppress(BatonError):
-                operator = self._rng.choice(clients)
+            # A router that was killed comes back with another address.
+            routers = [
+                process.operator_address for process in self._cluster.state.processes if process.role == "router"
+            ]
+            with suppress(BatonError), closing(OperatorClient(self._rng.choice(routers))) as operator:
                 live = [row for row in operator.requests(0, timeout_s=1.0) if row.state == "Decoding"]
                 if live:
                     operator.move(self._rng.choice(live).request_id, timeout_s=5.0)
                     self.num_moved += 1
-        for client in clients:
-            client.close()
 
 
 @pytest.mark.timeout(180 + 20 * NUM_KILLS)

@@ -142,3 +142,19 @@ async def test_a_link_that_is_cut_twice_ends_with_reason_and_cause_of_the_first(
     with pytest.raises(_Aborted, match="UNAVAILABLE the peer does not take its messages"):
         await handler.server.Open(None, call)  # type: ignore[arg-type]  # it has what the server calls
     assert call.trailing_metadata == ()
+
+
+class _Gone(_WelcomeTakesAWhile):
+    """A call whose reader was killed before its hello came."""
+
+    async def read(self) -> Any:
+        return grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
+        raise grpc.aio.InternalError("execute_batch")
+
+
+async def test_a_reader_that_is_killed_before_its_hello_is_no_fault() -> None:
+    server = LinkServer(LinkIdentity("c", "p0", "p0.first", LAYOUT), NODE, _Handler())
+    with pytest.raises(asyncio.CancelledError, match="has left"):
+        await server.Open(None, _Gone())  # type: ignore[arg-type]  # it has what the server calls

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from random import Random
@@ -45,15 +46,15 @@ class Moves:
         self._cluster = cluster
         self._rng = rng
         self.num_moved = 0
-        self.is_stopped = False
+        self.stopped = threading.Event()
 
     def run(self) -> None:
         """Move one stream after the other; called in a thread."""
-        while not self.is_stopped:
+        while not self.stopped.wait(0.05):
             # A router that was killed comes back with another address.
-            routers = [
-                process.operator_address for process in self._cluster.state.processes if process.role == "router"
-            ]
+            routers = self._cluster.state.operator_addresses
+            if not routers:
+                continue
             with suppress(BatonError), closing(OperatorClient(self._rng.choice(routers))) as operator:
                 live = [row for row in operator.requests(0, timeout_s=1.0) if row.state == "Decoding"]
                 if live:
@@ -82,7 +83,7 @@ async def test_random_kills_lose_no_request_and_change_no_token(
         return (moves.num_moved > 0 and result.moved(killer.times) > 0) or bool(result.lost or result.wrong)
 
     await killer.run(is_enough)
-    moves.is_stopped = True
+    moves.stopped.set()
     await moving
     load.stop()
     await asyncio.gather(*clients)

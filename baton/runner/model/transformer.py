@@ -200,7 +200,7 @@ class Transformer(CachedModel):
         return self._part.own_layers
 
     @property
-    def width(self) -> int:
+    def sent_width(self) -> int:
         """The width of the rows that go from stage to stage."""
         return self._width + (self._part.embedding_width if self._sends_embedding else 0)
 
@@ -254,7 +254,7 @@ class Transformer(CachedModel):
         received: torch.Tensor | None,
         wants_hidden: bool = True,
     ) -> ModelOutput:
-        """Compute this stage's part of a step, from the rows [T, `width`] of the stage before; so is its output.
+        """Compute this stage's part of a step, from the rows [T, `sent_width`] of the stage before; so is its output.
 
         Without `wants_hidden` the last stage may leave hidden states out. The output is valid until the next call.
         """

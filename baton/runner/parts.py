@@ -86,16 +86,24 @@ class Stage:
         """Whether it has the head."""
         return self.index == self.count - 1
 
-    def layers(self, num_layers: int) -> range:
+    def layers(self, num_layers: int, inseparable: int = 1) -> range:
         """The indices of its layers; the first stages have what is left over. Raises ConfigError for too few layers.
 
-        The last stage has the head besides, so it is not among those with one layer more.
+        The last stage has the head besides, so it is not among those with one layer more. `inseparable`: so many layers
+        at the end must be in one stage, which is the last one.
         """
-        if num_layers < self.count:
+        most = num_layers - inseparable + 1
+        if most < self.count:
             raise ConfigError(
-                f"{num_layers} layers can't be divided among {self.count} stages; at most {num_layers} would do"
+                f"{num_layers} layers, of which the last {inseparable} must be together, can't be divided among "
+                f"{self.count} stages; at most {most} would do"
+                if inseparable > 1
+                else f"{num_layers} layers can't be divided among {self.count} stages; at most {most} would do"
             )
-        least, more = divmod(num_layers, self.count)
+        before = num_layers - max(inseparable, num_layers // self.count)
+        if self.is_last:
+            return range(before if self.count > 1 else 0, num_layers)
+        least, more = divmod(before, self.count - 1)
         first = self.index * least + min(self.index, more)
         return range(first, first + least + (self.index < more))
 

@@ -56,7 +56,7 @@ MODELS = {
     "gpt2_quick_gelu": {**LISTED_TYPES["gpt2"], "activation_function": "quick_gelu"},
     "gemma3n_sparse": {
         **LISTED_TYPES["gemma3n_text"],
-        "activation_sparsity_pattern": [0.9, 0.0, 0.5, 0.0],
+        "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.5, 0.0],
         "altup_active_idx": 1,
     },
     "llama_odd_widths": {**LISTED_TYPES["llama"], "intermediate_size": 120, "head_dim": 24},

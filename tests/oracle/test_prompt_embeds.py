@@ -28,6 +28,7 @@ from tests.doubles.fake_clock import FakeClock
 from tests.doubles.fake_rank_group import FakeRankGroup
 from tests.doubles.fake_stages import FakeStages
 from tests.support.given_spans import random_rows, span_of, with_placeholders
+from tests.support.listed_types import LISTED_TYPES
 from tests.support.load_with import load_with
 from tests.support.tiny_models import TINY_MODELS
 
@@ -223,9 +224,10 @@ def test_drafts_change_no_token_and_beams_are_those_of_the_tokens(tmp_path: Path
     assert all(len(beam) == 12 for beam in found["rows"])
 
 
-@pytest.mark.parametrize("how", ["ranks", "stages"])
-def test_ranks_and_stages_give_the_bits_of_one_process(tmp_path: Path, how: str) -> None:
-    write_random_model(tmp_path, TINY_MODELS["llama" if how == "ranks" else "gpt2"], seed=5)
+@pytest.mark.parametrize(("how", "name"), [("ranks", "llama"), ("stages", "gpt2"), ("stages", "zamba2")])
+def test_ranks_and_stages_give_the_bits_of_one_process(tmp_path: Path, how: str, name: str) -> None:
+    """Of zamba2 all stages look at the embedding, whose rows are those that were given."""
+    write_random_model(tmp_path, LISTED_TYPES[name], seed=5)
     choices: dict[str, dict[str, Any]] = {
         "ranks": {"tensor_parallel": 2, "start_ranks": FakeRankGroup},
         "stages": {"pipeline_parallel": 3, "start_stages": FakeStages.start},

@@ -39,9 +39,10 @@ from baton.model_formats.adapters import open_adapter
 from baton.model_formats.model_types import REGISTER
 from baton.runner import DraftSpec
 from baton.runner.loading import load_runner
+from baton.runner.model.transformer import Transformer
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
-from tests.oracle.test_ranks_exact import ALONE, loaded
+from tests.oracle.test_ranks_exact import ALONE, caches_of, loaded
 from tests.oracle.test_token_exact import BLOCK_SIZE, generate_with_transformers, make_engine, run_all
 from tests.support.caller import TokenCount
 from tests.support.encoder_decoder_models import ENCODER_DECODERS
@@ -190,7 +191,7 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
     },
     "gemma3n_text+sparse": {
         **LISTED_TYPES["gemma3n_text"],
-        "activation_sparsity_pattern": [0.9, 0.0, 0.5, 0.0],
+        "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.5, 0.0],
         "altup_active_idx": 1,
         "altup_correct_scale": False,
     },
@@ -266,8 +267,14 @@ OF_EACH_KIND = list(ROWS) if ALL else [*SOME, "qwen3_5_text", "olmo2"]
 
 SHAPES = {"ranks": (2, 1), "stages": (1, 2)}
 DIVIDED = [(row, shape) for row in OF_EACH_KIND for shape in SHAPES]
+IN_PROGRAMS_OF_RANKS = ["deepseek_v2", "deepseek_v32", "gpt_oss", "longcat_flash", "llama4_text", "qwen2_moe"]
+"""Latents and a mixture, selections, experts with biases and a clamped gate, those that pass rows on, those of weighted
+rows, and shared rows with a gate, whose only column one rank has."""
 if not ALL:
-    DIVIDED.append(("longcat_flash", "stages"))  # parts of two layers each
+    # Parts of two layers each, several streams, keys of other layers, and a look at the embedding.
+    DIVIDED += [("longcat_flash", "stages"), ("gemma3n_text", "stages"), ("zamba2", "stages")]
+    # And a mixture whose products are called one by one.
+    DIVIDED += [(row, "ranks") for row in [*IN_PROGRAMS_OF_RANKS, "qwen3_5_moe_text"] if row not in OF_EACH_KIND]
 
 
 @pytest.mark.parametrize(("row", "shape"), DIVIDED)
@@ -278,11 +285,27 @@ def test_divided_models_give_the_bits_of_one_process(tmp_path: Path, row: str, s
     try:
         with loaded(tmp_path, SHAPES[shape], dtype="bfloat16", num_blocks=224) as runner:
             found = in_chunks(runner, prompts(row), DRAWN, 40)
+            assert runner._transformer.why_no_programs == "" or shape == "stages" or row not in IN_PROGRAMS_OF_RANKS
     except ConfigError as error:
         if not ALL:
             raise
         pytest.skip(f"it is refused: {error}")
     assert found == expected
+
+
+@pytest.mark.parametrize("row", ["gemma3n_text", "zamba2"])
+def test_a_stage_between_others_has_the_bits_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str
+) -> None:
+    """It receives streams or the embedding, and sends them, by programs and by transformers' own loop."""
+    write_varied_model(tmp_path, {**ROWS[row], "num_kv_shared_layers": 0}, seed=5)
+    with loaded(tmp_path, ALONE, dtype="bfloat16", num_blocks=224) as runner:
+        expected = in_chunks(runner, prompts(row), DRAWN, 40)
+    for has_programs in (True, False):
+        with loaded(tmp_path, (1, 3), dtype="bfloat16", num_blocks=224) as runner:
+            assert all((stage.why_no_programs == "") == has_programs for stage in caches_of(runner))
+            assert in_chunks(runner, prompts(row), DRAWN, 40) == expected
+        monkeypatch.setattr(Transformer, "_own_loop", lambda *_: None)
 
 
 def with_rope(row: str, rope_type: str) -> dict[str, Any]:

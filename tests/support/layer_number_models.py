@@ -34,6 +34,8 @@ GEMMA4_MODELS: Mapping[str, Mapping[str, Any]] = {
     "shared": {
         **_GEMMA4,
         **_EMBEDDINGS_BY_LAYER,
+        "num_hidden_layers": 5,  # the first one can be a stage, and the others share keys
+        "layer_types": ["full_attention", *_GEMMA4["layer_types"]],
         "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True,
         "final_logit_softcapping": 5.0,

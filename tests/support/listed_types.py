@@ -98,9 +98,10 @@ _OTHERS: Mapping[str, _Fields] = {
         "vocab_size_per_layer_input": 256,
         "hidden_size_per_layer_input": 16,
         "laurel_rank": 8,
+        "num_hidden_layers": 5,  # the first one can be a stage, and the others share keys
         "num_kv_shared_layers": 2,
-        "activation_sparsity_pattern": [0.0] * 4,
-        "layer_types": _ALTERNATING,
+        "activation_sparsity_pattern": [0.0] * 5,
+        "layer_types": ["sliding_attention", *_ALTERNATING],
     },
     "glm": {**_HEADS, "pad_token_id": 0},
     "glm4": {**_HEADS, "pad_token_id": 0},

@@ -18,11 +18,14 @@ from baton.runner.backends.cpu.kernels.adapters import StepAdapters
 from baton.runner.backends.cpu.kernels.barrier import BarrierTag
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.call_structs import BarrierCall, Call, OperationKind
-from baton.runner.backends.cpu.kernels.product import Activation
+from baton.runner.backends.cpu.kernels.mixture import PackedMixture, multiply_chosen
+from baton.runner.backends.cpu.kernels.product import Activation, Ungated
 from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.ranks.host_ranks import HostRanks
+from baton.runner.backends.routing import PLAIN_EXPERTS, ClampedGate, ExpertBiases, ExpertKind, SharedRows
+from baton.runner.backends.sharded_mixture import Columns, OwnWeight, ShardedMixture
 from baton.runner.backends.weight_rows import Weight, rows_in, rows_of
 from baton.runner.parts import columns_of_ranks
 
@@ -41,6 +44,10 @@ class ShardedWeight:
     def own_part(self, bias: torch.Tensor | None) -> torch.Tensor | None:
         """What a bias [N] adds to this rank's columns."""
         return None if bias is None else bias[self.columns.start : self.columns.stop]
+
+    def as_columns(self) -> OwnWeight:
+        """The weight as one of several alike."""
+        return OwnWeight(self.own, Columns(self.columns, self.widths))
 
     @property
     def n(self) -> int:
@@ -62,6 +69,7 @@ class ShardedProgram(Program):
     def __init__(self, dtype: torch.dtype, threads: int, ranks: HostRanks) -> None:
         super().__init__(dtype, threads, ranks.program_memory)
         self._ranks = ranks
+        self._num_barriers = 0
         self._results: list[tuple[Rows, Rows]] = []
         """Arguments, and the shared rows from which they are filled."""
 
@@ -79,7 +87,7 @@ class ShardedProgram(Program):
             return super().linear(x, w, bias, into=into, product=product)
         self._require_bias(bias, w.n, x.dtype)
         if isinstance(into, str):
-            out = self._buffers.shared(into, w.n, x.sampled, self._dtype)
+            out = self._buffers.shared(into, w.n, x.sampled, x.dtype)
         else:
             out = self._buffers.shared(f"argument {into.buffer}", w.n, x.sampled, into.dtype)
             self._results.append((into, out))
@@ -119,6 +127,40 @@ class ShardedProgram(Program):
                 tensor = arguments[argument.buffer]
                 tensor.copy_(self._buffers.shared_rows(shared, tensor.shape[0]))
 
+    def mix_experts(
+        self,
+        x: Rows,
+        chosen: Rows,
+        weights: Rows,
+        mixture: PackedMixture | ShardedMixture,
+        factor: float,
+        shared: Rows | torch.Tensor | None,
+        gate: Rows | None,
+        *,
+        into: str | Rows,
+    ) -> Rows:
+        """Record the sums of experts, of which each rank computes its own columns of each product."""
+        if not isinstance(mixture, ShardedMixture) or not isinstance(into, str):
+            raise KernelArgumentError("mixture", "must be one of all ranks, and its sums go into shared rows")
+        most, inner, out = chosen.width, mixture.inner, mixture.out
+        weighing = weights if mixture.kind.weighs_inputs else None
+        own = self.multiply_chosen(x, chosen, mixture.up, weighing, are_apart=True, into="own inner rows")
+        every = self._buffers.shared("inner rows", most * inner.total, x.sampled, self._dtype)
+        self.copy_columns(own, every, most, width=len(inner.own), to=inner.own.start)
+        self._wait_for_ranks()
+        rest = x.columns(out.own.start, out.own.stop) if mixture.kind.passes_rest else None
+        if isinstance(shared, Rows):
+            shared = shared.columns(out.own.start, out.own.stop)
+        elif shared is not None:
+            shared = out.of(shared)
+        own = self.multiply_chosen(
+            *(every, chosen, mixture.down, weights, shared, gate), factor=factor, rest=rest, into="own sums"
+        )
+        sums = self._buffers.shared(into, out.total, x.sampled, self._dtype)
+        self.copy_columns(own, sums, width=own.width, to=out.own.start)
+        self._wait_for_ranks()
+        return sums
+
     def _attention_rows(self, into: str, width: int, sampled: bool) -> tuple[Rows, Rows]:
         shard = self._ranks.shard
         out = self._buffers.shared(into, width * shard.size, sampled, self._dtype)
@@ -127,9 +169,22 @@ class ShardedProgram(Program):
     def _attended(self) -> None:
         self._wait_for_ranks()
 
+    def gathered(self, own: Rows, *, into: str) -> Rows:
+        shared, every = self._attention_rows(into, own.width, own.sampled)
+        self.copy_columns(own, shared, width=own.width)
+        self._wait_for_ranks()
+        return every
+
+    def changeable(self, x: Rows, *, into: str) -> Rows:
+        out = self._buffers.scratch(into, x.width, x.sampled, x.dtype)
+        self.copy_columns(x, out, width=x.width)
+        return out
+
     def _wait_for_ranks(self) -> None:
         barrier = self._ranks.barrier
-        tag = BarrierTag.OPERATION + len(self._recorded)
+        # Not the number of the operation: a rank without columns of a product records none for it.
+        tag = BarrierTag.OPERATION + self._num_barriers
+        self._num_barriers += 1
         self._record(OperationKind.BARRIER, None, Call(barrier=BarrierCall(barrier.address, barrier.num_ranks, tag)))
 
 
@@ -186,13 +241,37 @@ class ShardedOperations:
         own = [rows_of(weight, columns.start, columns.stop) for weight in (gate, up)] if columns else []
         return self._sharded(num_columns, gate.shape[1], own, self._inner.pack_gated)
 
-    def pack_mixture(self, *_: Any) -> None:
-        """None: ranks exchange columns behind each product."""
-        return
+    def pack_mixture(
+        self,
+        ups: Sequence[ShardedWeight],
+        downs: Sequence[ShardedWeight],
+        gate: Activation | ClampedGate | Ungated,
+        biases: ExpertBiases | None = None,
+        kind: ExpertKind = PLAIN_EXPERTS,
+    ) -> ShardedMixture | None:
+        of_up, of_down = ([weight.as_columns() for weight in weights] for weights in (ups, downs))
+        try:
+            return ShardedMixture.of(of_up, of_down, gate, biases, kind)
+        except KernelArgumentError:
+            return None
 
-    def mix_experts(self, *_arguments: Any, **_named: Any) -> torch.Tensor:
-        """Never called, since `pack_mixture` gives nothing."""
-        raise NotImplementedError("ranks compute experts one by one")
+    def mix_experts(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        mixture: ShardedMixture,
+        factor: float = 1.0,
+        shared: SharedRows | None = None,
+    ) -> torch.Tensor:
+        threads, most, inner, out = self._inner.num_threads, chosen.shape[1], mixture.inner, mixture.out
+        weighing = weights if mixture.kind.weighs_inputs else None
+        own = multiply_chosen(x, chosen, mixture.up, weighing, are_apart=True, threads=threads)
+        every = mixture.joined(self.ranks.gather(own, [most * width for width in inner.widths]), most)
+        shared = None if shared is None else SharedRows(out.of(shared.rows), shared.gate)
+        rest = out.of(x) if mixture.kind.passes_rest else None
+        own = multiply_chosen(every, chosen, mixture.down, weights, shared, factor, rest, threads=threads)
+        return self.ranks.gather(own, out.widths)
 
     def pack_choice(self, *_: Any) -> None:
         """None: ranks exchange columns behind each product."""

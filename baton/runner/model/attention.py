@@ -252,11 +252,23 @@ class PagedAttention:
         return self.layout, self._caches[layer], self._groups[layer]
 
     def record(
-        self, program: Program, layer: int, query: Rows, key: Rows, value: Rows, how: AttentionParameters, *, into: str
+        self,
+        program: Program,
+        layer: int,
+        query: Rows,
+        key: Rows,
+        value: Rows,
+        how: AttentionParameters,
+        *,
+        into: str,
+        gathers: bool = True,
     ) -> Rows:
-        """Append to a program what `attend` does; the query has all rows or only those that sample."""
+        """Append to a program what `attend` does; the query has all rows or only those that sample.
+
+        `gathers`: as in `record_reading`.
+        """
         self.record_storing(program, layer, key, value)
-        return self.record_reading(program, layer, query, how, into=into)
+        return self.record_reading(program, layer, query, how, into=into, gathers=gathers)
 
     def record_storing(self, program: Program, layer: int, key: Rows, value: Rows) -> None:
         """Append to a program the storing of keys and values in the cache."""
@@ -272,13 +284,17 @@ class PagedAttention:
         into: str,
         key_dim: int | None = None,
         selected: Rows | None = None,
+        gathers: bool = True,
     ) -> Rows:
         """Append to a program what `attend` does with keys and values that are in the cache.
 
         `key_dim`: how many numbers of a key give its scores; None: all. `selected`: what `record_selecting` gave.
+        Without `gathers` the result is of a rank's own heads.
         """
         cache, group = self._caches[layer], self._groups[layer]
-        return program.paged_attention(query, cache, group, how, into=into, key_dim=key_dim, selected=selected)
+        return program.paged_attention(
+            query, cache, group, how, into=into, key_dim=key_dim, selected=selected, gathers=gathers
+        )
 
     def record_selecting(
         self, program: Program, layer: int, query: Rows, weights: Rows, *, first: int, scale: float, most: int

@@ -5,7 +5,8 @@ layer, and of rows that don't sample the last layer computes only keys and value
 those of transformers' loop (transformer.py). Where the operations have programs, the loop runs once to record a
 program; a step is then a single call, of the same kernels in the same order.
 
-The loop of a stage begins with the rows of the stage before it, and ends with the rows for the one behind it.
+The loop of a stage begins with the rows of the stage before it, and ends with the rows for the one behind it. They may
+be as wide as all streams of a model, of which the embedding gives and the head takes one.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from baton.runner.model.loop.operations import RecordedRows, StepRows, operation
 from baton.runner.model.loop.seen import same_bits
 from baton.runner.model.loop.steps import FUSED_NORMS, FUSED_PARTS, Call, IsLimited, Mixer, Reader, needed_steps
 from baton.runner.model.loop.trace import LoopTrace, NotAPlainDecoder
-from baton.runner.model.stage import NoHead
+from baton.runner.model.stage import NoHead, Received
 
 
 class GivenRows(NamedTuple):
@@ -100,6 +101,8 @@ class StepInput(NamedTuple):
     sin: torch.Tensor
     inputs: torch.Tensor | None = None
     """The layers' inputs [T, L * N] (loop/layer_inputs.py); None: the model has none."""
+    embedding: torch.Tensor | None = None
+    """The rows [T, N] of the embedding, for a stage that takes others and looks at these, too; None: x, or unused."""
 
     @property
     def arguments(self) -> list[torch.Tensor]:
@@ -156,8 +159,11 @@ class Decoder:
         self._limited = [part for part in parts if isinstance(part, IsLimited)]
         self._most_rows = min((part.most_recorded_rows for part in self._limited), default=sys.maxsize)
         self._result = trace.result
-        self._width = trace.width
-        """The hidden size."""
+        self._width, self._result_width = trace.width, trace.result_width
+        """Of the rows that the first layer takes, and of those that the head takes, or the stage behind."""
+        operands = {number for step in self._steps for number in step.operands}
+        self._embedding = trace.embedding if trace.embedding and trace.embedding in operands else None
+        """The number of the embedding's rows, in a stage that takes others and looks at these, too."""
         self._operations = operations_of(self._steps, trace.result, row_quantum)
         self._angles = AngleTables(trace.angles, torch.empty(1, dtype=dtype, device=device), longest)
         self._programs: dict[_Wanted, Program] = {}
@@ -185,18 +191,18 @@ class Decoder:
         positions: npt.NDArray[np.int64],
         logits_rows: torch.Tensor,
         sampling: bool,
-        received: torch.Tensor | None = None,
+        received: Received | None = None,
         num_logits: int | None = None,
         given: GivenRows | None = None,
     ) -> ModelOutput:
         """Compute a step for the rows `logits_rows`. `sampling`: these are exactly the layout's rows that sample.
 
-        `received`: the rows [T, hidden size] of the stage before; None in the first one. `num_logits`: how many of the
-        rows have logits, the first ones; the others have hidden states alone. None: all have both. `given`: for the
-        first stage, rows that replace those of the embedding.
+        `received`: what the stage before has sent; None in the first one. `num_logits`: how many of the rows have
+        logits, the first ones; the others have hidden states alone. None: all have both. `given`: for the first stage,
+        rows that replace those of the embedding.
         """
         # A program computes in place.
-        step = self.embedded(token_ids, positions, None if received is None else received.clone(), given)
+        step = self.embedded(token_ids, positions, None if received is None else received.copy(), given)
         num_rows = step.x.shape[0]
         if self._head is None:
             return ModelOutput(self._run_stage(step), step.x.new_empty(num_rows, 0, dtype=torch.float32))
@@ -218,7 +224,7 @@ class Decoder:
         token_ids: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
         logits_rows: torch.Tensor,
-        received: torch.Tensor | None,
+        received: Received | None,
     ) -> None:
         """Raise NotAPlainDecoder if a step, as in `compute`, has other bits than transformers' loop gave."""
         output = self.compute(token_ids, positions, logits_rows, False, received)
@@ -230,14 +236,18 @@ class Decoder:
         self,
         token_ids: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
-        received: torch.Tensor | None = None,
+        received: Received | None = None,
         given: GivenRows | None = None,
     ) -> StepInput:
         """The input of the layers. `received`, `given`: as in `compute`."""
         cos, sin = self._angles.rows(positions)
-        if received is not None:
-            return StepInput(received, cos, sin)
         ids = torch.from_numpy(token_ids).to(self._device)
+        if received is not None:
+            x, embedding = received
+            inputs = None
+            if self._layer_inputs is not None and embedding is not None:
+                inputs = self._layer_inputs.rows(ids, embedding)
+            return StepInput(x, cos, sin, inputs, None if self._embedding is None else embedding)
         rows: torch.Tensor = self._embed(ids)
         if given is not None:
             rows = given.replace_in(rows)
@@ -251,6 +261,11 @@ class Decoder:
     def looks_at_tokens(self) -> bool:
         """Whether the layers are given more of a token than its embedding."""
         return self._layer_inputs is not None
+
+    @property
+    def looks_at_embedding(self) -> bool:
+        """Whether layers behind the first stage are given rows of the embedding, or what follows from them."""
+        return self._embedding is not None or self._layer_inputs is not None
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, logits_rows: torch.Tensor) -> torch.Tensor:
         """The logits of the rows that sample, from the output of `embedded`, one call for each operation.
@@ -272,11 +287,14 @@ class Decoder:
 
     def _loop(self, given: StepInput, sampling_rows: torch.Tensor | None) -> torch.Tensor:
         """The rows that the head takes, or the stage behind: all of them, or `sampling_rows`."""
-        step = StepRows({0: given.x}, self._angles.split(given.cos, given.sin), sampling_rows, given.inputs)
+        rows = {0: given.x}
+        if self._embedding is not None and given.embedding is not None:
+            rows[self._embedding] = given.embedding
+        step = StepRows(rows, self._angles.split(given.cos, given.sin), sampling_rows, given.inputs)
         for operation in self._operations:
             operation.run(step)
             if step.is_empty:
-                return given.x[:0]
+                return given.x.new_empty(0, self._result_width)
         return step.rows[self._result]
 
     def record(self, operations: Operations, paged: PagedAttention) -> None:
@@ -308,21 +326,27 @@ class Decoder:
         x = program.argument(self._width)
         cos, sin = (program.argument(self._angles.width, dtype=self._angles.dtype) for _ in range(2))
         inputs = None if self._layer_inputs is None else program.argument(self._layer_inputs.width)
+        embedding = None if self._embedding is None else program.argument(self._embed.weight.shape[1])
         hidden: Rows | None = None
+        out = x
         if self._head is not None:
-            hidden = program.argument(self._width, sampled=True)
+            hidden = program.argument(self._result_width, sampled=True)
             # Declared before all scratch, which ranks share, so that they count the same buffers.
             if logits:
                 into_logits = program.argument(self._head.out_features, sampled=True, dtype=torch.float32)
+        elif self._result_width != self._width:
+            out = program.argument(self._result_width)
         angles = self._angles.split_recorded(cos, sin)
         recorded = RecordedRows(program, paged, x, angles, inputs, sampling=sampling)
+        if embedding is not None and self._embedding is not None:
+            recorded.rows[self._embedding] = embedding
         for operation in self._operations:
             is_last = operation is self._operations[-1]
             operation.record(recorded, hidden if sampling and is_last else None)
         rows = recorded.rows[self._result]
         if hidden is None:
-            if rows != x:
-                raise KernelArgumentError("x", "is not replaced by the rows behind the last layer")
+            if rows != out:
+                program.copy_columns(rows, out, width=rows.width)
         elif not sampling:
             rows = program.take_sampled(rows, into=hidden)
         elif rows != hidden:
@@ -338,7 +362,7 @@ class Decoder:
         logits_rows: torch.Tensor,
     ) -> ModelOutput:
         """The rows' hidden states, and their logits if the program has the head."""
-        hidden = step.x.new_empty(logits_rows.shape[0], self._width)
+        hidden = step.x.new_empty(logits_rows.shape[0], self._result_width)
         width = 0 if head is None else head.out_features
         logits = step.x.new_empty(logits_rows.shape[0], width, dtype=torch.float32)
         arguments = [*step.arguments, hidden] + ([] if head is None else [logits])
@@ -349,9 +373,12 @@ class Decoder:
         """The residual stream behind the last layer of this stage."""
         if not self._has_program(step.x.shape[0]):
             return self._loop(step, None)
-        nothing = torch.empty(0, dtype=torch.int64)
-        self._programs[_Wanted(False, False)].run(step.arguments, self._layout, nothing, self._adapters.of_step())
-        return step.x
+        nothing, arguments, out = torch.empty(0, dtype=torch.int64), step.arguments, step.x
+        if self._result_width != self._width:
+            out = out.new_empty(out.shape[0], self._result_width)
+            arguments.append(out)
+        self._programs[_Wanted(False, False)].run(arguments, self._layout, nothing, self._adapters.of_step())
+        return out
 
     @property
     def _layout(self) -> StepLayout:

@@ -3,7 +3,9 @@
 `StageModule` leaves a transformers module the layers of one stage, so that its own loop over the layers computes just
 these. The loop still goes over all places. In those of other stages' layers are modules without weights, which hand the
 hidden states on: the last one before this stage's layers replaces them by what was received of the stage before, and
-the first one behind them keeps what this stage has computed.
+the first one behind them keeps what this stage has computed. Layers may look at a token's embedding, too: those of
+Zamba2 with the shared block, and those of Gemma 3n and 4, which have inputs of their own. Then the rows of the first
+stage's embedding go through all stages beside the others.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import nn
 
 from baton.engine.runner import LayerGeometry, LayerState
 from baton.runner.model.attention import KINDS_WITHOUT_CACHE, UnsupportedAttention, require_windows
+from baton.runner.model.fused.streams import apart, side_by_side
 from baton.runner.model.layers import head_of
 from baton.runner.model.probe_attention import ProbeAttention
 from baton.runner.model.stored.layers import StoredEmbedding
@@ -57,8 +60,10 @@ class StageReport:
     """The width of the head's input; 0: it can't be observed, or another stage has the head."""
     num_logits: int
     """The width of the head's output; 0: another stage has the head."""
+    looks_at_embedding: bool = False
+    """Whether its layers are given more of a token than the rows of the stage before."""
     row_width: int = 0
-    """The width of rows that may be given in place of tokens; 0: none may be, or another stage has the embedding."""
+    """The width of rows that may be given in place of tokens; 0: another stage has the embedding."""
     why_no_given_rows: str = ""
     """Why none may be."""
 
@@ -79,6 +84,8 @@ class StageReport:
             numbers = (report.embedding_size, report.num_logits, report.row_width)
             if not all(isinstance(text, str) for text in texts) or not all(isinstance(n, int) for n in numbers):
                 raise TypeError(f"{texts} are not texts, or {numbers} not numbers")
+            if not isinstance(report.looks_at_embedding, bool):
+                raise TypeError(f"{report.looks_at_embedding!r} is neither true nor false")
             return report
         except (TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"this is no report of a stage ({error!r})") from error
@@ -155,11 +162,31 @@ class Stages(Protocol):
         ...
 
 
+class Received(NamedTuple):
+    """What a stage is given of a step besides its numbers."""
+
+    rows: torch.Tensor
+    """[T, W], behind the last layer of the stage before; of several streams side by side."""
+    embedding: torch.Tensor | None
+    """[T, N], which the first stage's embedding gave, or rows in its place; None: no stage looks at them."""
+
+    @classmethod
+    def of(cls, sent: torch.Tensor, width: int) -> Received:
+        """What the stage before has sent, of which `width` columns are rows; it shares their memory."""
+        return cls(sent[:, :width], sent[:, width:] if sent.shape[1] > width else None)
+
+    def copy(self) -> Received:
+        """The same in memory of its own."""
+        contiguous = torch.contiguous_format
+        embedding = None if self.embedding is None else self.embedding.clone(memory_format=contiguous)
+        return Received(self.rows.clone(memory_format=contiguous), embedding)
+
+
 def needs_more_than_rows(architecture: str) -> UnsupportedAttention:
     """What a model is refused with whose layers can't be divided in stages."""
     return UnsupportedAttention(
-        f"layers of {architecture} need more than the rows of the layer before them (keys, values or embeddings), "
-        "so they can't be divided in stages: leave out --pp"
+        f"layers of {architecture} need keys, values or other results of layers that are in another stage: use fewer "
+        "stages (--pp), or leave out --pp"
     )
 
 
@@ -188,6 +215,12 @@ class AsReturned(torch.Tensor):
         return iter((self[0], None))
 
 
+def as_returned(hidden: torch.Tensor) -> torch.Tensor:
+    """What stands for a layer returns these rows as; streams [S, 1, T, N], of which a loop takes single ones, as they
+    are."""
+    return hidden.as_subclass(AsReturned if hidden.ndim == 3 else torch.Tensor)
+
+
 class OtherLayer(nn.Module):
     """Stands for a layer of another stage."""
 
@@ -198,7 +231,7 @@ class OtherLayer(nn.Module):
                 setattr(self, name, value)
 
     def forward(self, hidden: torch.Tensor, *_arguments: Any, **_keywords: Any) -> torch.Tensor:
-        return hidden.as_subclass(AsReturned)
+        return as_returned(hidden)
 
 
 class ReceivedRows(OtherLayer):
@@ -209,7 +242,8 @@ class ReceivedRows(OtherLayer):
         self.rows = torch.empty(0)
 
     def forward(self, hidden: torch.Tensor, *_arguments: Any, **_keywords: Any) -> torch.Tensor:
-        return self.rows.unsqueeze(0).as_subclass(AsReturned)
+        rows = self.rows.unsqueeze(0)
+        return as_returned(rows if hidden.ndim == 3 else apart(rows, hidden.shape[0]))
 
 
 class KeptRows(OtherLayer):
@@ -220,20 +254,25 @@ class KeptRows(OtherLayer):
         self.rows = torch.empty(0)
 
     def forward(self, hidden: torch.Tensor, *_arguments: Any, **_keywords: Any) -> torch.Tensor:
-        self.rows = hidden[0]
-        return hidden.as_subclass(AsReturned)
+        self.rows = hidden[0] if hidden.ndim == 3 else side_by_side(hidden)[0]
+        return as_returned(hidden)
 
 
 class NoEmbedding(nn.Module):
-    """Stands for the embedding in a stage behind the first: zeros, [...] to [..., hidden size]."""
+    """Stands for the embedding in a stage behind the first: it gives the rows that were received, or else zeros."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight: torch.Tensor
         """No rows, for modules that ask where the weight is."""
         self.register_buffer("weight", torch.empty(0, width, dtype=dtype), persistent=False)
+        self.rows: torch.Tensor | None = None
+        """[T, hidden size], of the next call."""
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[1, T] to [1, T, hidden size]"""
+        if self.rows is not None:
+            return self.rows.unsqueeze(0)
         return self.weight.new_zeros(*token_ids.shape, self.weight.shape[1])
 
 
@@ -259,20 +298,24 @@ class StageModule:
         Raises UnsupportedAttention for a module whose layers can't be found, and ConfigError for too few layers.
         """
         self._received: ReceivedRows | None = None
+        self._embedding: NoEmbedding | None = None
         self._kept: KeptRows | None = None
         self.own_layers = stage.layers(num_layers)
+        self.embedding_width = 0
+        """How wide the rows of the embedding are, for a model in several stages."""
         if stage.count == 1:
             return
         layers = layers_of(module, num_layers)
-        own, each = stage.layers(len(layers)), num_layers // len(layers)
+        own, each = stage.layers(len(layers), _num_inseparable(module.config)), num_layers // len(layers)
         self.own_layers = range(own.start * each, own.stop * each)
         for index in range(len(layers)):
             if index not in own:
                 layers[index] = OtherLayer(layers[index])
-        width = _width_of(module.get_input_embeddings())
+        self.embedding_width = width = _width_of(module.get_input_embeddings())
         before, behind = own.start - 1, own.stop
         if not stage.is_first:
-            module.set_input_embeddings(NoEmbedding(width, dtype))
+            self._embedding = NoEmbedding(width, dtype)
+            module.set_input_embeddings(self._embedding)
             self._received = layers[before] = ReceivedRows(layers[before])
             layers[before + 1].register_forward_pre_hook(_take_as_rows, with_kwargs=True)
         if not stage.is_last:
@@ -280,13 +323,13 @@ class StageModule:
                 module.set_output_embeddings(NoHead(width, dtype))
             self._kept = layers[behind] = KeptRows(layers[behind])
 
-    def receive(self, rows: torch.Tensor) -> None:
-        """Give the stage the rows [T, hidden size] of the stage before, for the module's next call."""
-        if self._received is not None:
-            self._received.rows = rows
+    def receive(self, received: Received) -> None:
+        """Give a stage behind the first what is received, for the module's next call."""
+        if self._received is not None and self._embedding is not None:
+            self._received.rows, self._embedding.rows = received
 
     def take_kept(self) -> torch.Tensor | None:
-        """The rows [T, hidden size] of the module's last call for the stage behind; None in the last stage."""
+        """The rows [T, W] of the module's last call for the stage behind; None in the last stage."""
         if self._kept is None:
             return None
         rows, self._kept.rows = self._kept.rows, torch.empty(0)
@@ -300,6 +343,12 @@ def _take_as_rows(_layer: nn.Module, given: Any, named: Any) -> tuple[tuple[Any,
         return value.as_subclass(torch.Tensor) if isinstance(value, AsReturned) else value
 
     return tuple(map(plain, given)), {name: plain(value) for name, value in named.items()}
+
+
+def _num_inseparable(config: Any) -> int:
+    """How many layers at the end must be in one stage: those from the first on whose keys others read."""
+    modes = list(getattr(config, "kv_sharing_modes", None) or ())
+    return len(modes) - modes.index("store") if "reuse" in modes else 1
 
 
 def _width_of(embedding: nn.Module) -> int:

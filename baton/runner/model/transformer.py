@@ -34,16 +34,18 @@ from baton.runner.model.fused.reading_attention import ReadingAttention
 from baton.runner.model.latents.recognition import attend_to_latents, refuse_selections
 from baton.runner.model.layers import ProductWatch, head_of, replace_products
 from baton.runner.model.long_angles import LongAngles, replace_rotary
-from baton.runner.model.loop.streams import sizes_of
+from baton.runner.model.loop.streams import sizes_of, width_between_layers
 from baton.runner.model.loop.trace import LoopTrace, NotAPlainDecoder
 from baton.runner.model.mixtures.recognition import fuse_mixtures
 from baton.runner.model.probe_attention import EchoAttention, ProbeAttention
+from baton.runner.model.probe_step import ProbeStep
 from baton.runner.model.recognition import fuse
 from baton.runner.model.row_positions import TokensBefore, apart, has_grids
 from baton.runner.model.stage import (
     ONE_STAGE,
     LayerReport,
     OutputWidths,
+    Received,
     StageModule,
     StageReport,
     Stages,
@@ -89,8 +91,6 @@ class Transformer(CachedModel):
         """
         super().__init__(model, operations, num_threads)
         self._module: Any = model.module
-        self.width: int = getattr(model.config, "hidden_size", 0)
-        """The width of the rows between layers."""
         self.stage = stages.stage
         self._counts_own_layers = self.stage.count > 1 and cache is not None and not cache.is_of_all_stages
         number_layers(model.module, model.config.num_hidden_layers)
@@ -124,12 +124,13 @@ class Transformer(CachedModel):
         if head is not None:
             head.register_forward_pre_hook(self._keep_hidden)
         self._row_sizes = sizes_of(model.module, operations)
+        self._width = width_between_layers(model.module)
+        """The width of the rows between layers, all streams together."""
         own_layers, missed_products = self._probe_layers(model.architecture)
         self.why_no_own_loop = ""
         """Why transformers' loop over the layers runs; empty when Baton's loop replaces it."""
         self._decoder = self._own_loop(self.dtype)
         self._before = self._probe_tokens_before()
-        self._require_rows_alone(model.architecture)
         why_not_fused = "transformers' loop runs" if self._decoder is None else self._decoder.why_not_fused
         reports = stages.exchange(
             StageReport(
@@ -139,9 +140,11 @@ class Transformer(CachedModel):
                 why_not_fused,
                 self._output_widths.hidden if self.stage.is_last else 0,
                 self._output_widths.logits,
+                self._probe_looks_at_embedding(),
                 *self._probe_given_rows(),
             )
         )
+        self._sends_embedding = any(report.looks_at_embedding for report in reports)
         self.missed_products = frozenset(name for report in reports for name in report.missed_products)
         self.why_no_own_loop = first_reason([report.why_no_own_loop for report in reports])
         self._why_not_fused = first_reason([report.why_not_fused for report in reports])
@@ -149,10 +152,10 @@ class Transformer(CachedModel):
         """The width of the head's input; 0: it can't be observed."""
         self.num_logits = reports[-1].num_logits
         """The width of the head's output."""
-        self.row_width = reports[0].row_width
+        self.why_no_given_rows = next(filter(None, (report.why_no_given_rows for report in reports)), "")
+        """Why no rows may be given in place of tokens; empty if they may."""
+        self.row_width = 0 if self.why_no_given_rows else reports[0].row_width
         """The width of rows that may be given in place of tokens; 0: none may be."""
-        self.why_no_given_rows = reports[0].why_no_given_rows
-        """Why none may be; empty if they may."""
         self.layout = layout_of(reports, block_size, model.dtype, cache)
         self.entries_of_stages = entries_of_stages(reports)
         """The layers of the layout that each stage has."""
@@ -195,6 +198,11 @@ class Transformer(CachedModel):
     def own_layers(self) -> range:
         """The layers of this stage."""
         return self._part.own_layers
+
+    @property
+    def sent_width(self) -> int:
+        """The width of the rows that go from stage to stage."""
+        return self._width + (self._part.embedding_width if self._sends_embedding else 0)
 
     @property
     def counted_block_bytes(self) -> int:
@@ -246,7 +254,7 @@ class Transformer(CachedModel):
         received: torch.Tensor | None,
         wants_hidden: bool = True,
     ) -> ModelOutput:
-        """Compute this stage's part of a step, from the rows [T, hidden size] of the stage before.
+        """Compute this stage's part of a step, from the rows [T, `sent_width`] of the stage before; so is its output.
 
         Without `wants_hidden` the last stage may leave hidden states out. The output is valid until the next call.
         """
@@ -258,7 +266,9 @@ class Transformer(CachedModel):
             if recorded is None:
                 return self._compute(batch, wanted, logits_rows is None, received)
             nothing = recorded.new_empty(recorded.shape[0], 0)
-            return ModelOutput(nothing, recorded) if self.stage.is_last else ModelOutput(recorded, nothing)
+            if self.stage.is_last:
+                return ModelOutput(nothing, recorded)
+            return self._with_embedding(ModelOutput(recorded, nothing), batch, received)
 
     def _compute(
         self,
@@ -272,13 +282,14 @@ class Transformer(CachedModel):
         rows = self._tensor(logits_rows)
         self.adapters.begin(batch.adapters)
         self._set_long(batch)
+        step = batch.token_ids, batch.rotary_positions, rows
+        before, given = self._of_stage_before(received), self._given(batch)
         try:
             if self._decoder is None:
-                return self._forward(batch.token_ids, batch.rotary_positions, rows, received, self._given(batch))
-            given = self._given(batch)
-            return self._decoder.compute(
-                batch.token_ids, batch.rotary_positions, rows, sampling, received, num_logits, given
-            )
+                output = self._forward(*step, before, given)
+            else:
+                output = self._decoder.compute(*step, sampling, before, num_logits, given)
+            return self._with_embedding(output, batch, received)
         finally:
             self._set_long(None)
             self._attention.layout = None
@@ -292,9 +303,23 @@ class Transformer(CachedModel):
         if graphs is None or decoder is None or batch.adapters is not None or not graphs.fits(batch, logits_rows):
             return None
         self._set_long(batch)
-        step = decoder.embedded(batch.token_ids, batch.rotary_positions, received, self._given(batch))
+        before, given = self._of_stage_before(received), self._given(batch)
+        step = decoder.embedded(batch.token_ids, batch.rotary_positions, before, given)
         self._set_long(None)
         return graphs.compute(step.x, step.cos, step.sin, batch, self._sharing(batch))
+
+    def _of_stage_before(self, received: torch.Tensor | None) -> Received | None:
+        return None if received is None else Received.of(received, self._width)
+
+    def _with_embedding(self, output: ModelOutput, batch: FlatBatch, received: torch.Tensor | None) -> ModelOutput:
+        """A stage's output with the rows of the embedding beside it, if stages behind this one may look at them."""
+        if self.stage.is_last or not self._sends_embedding:
+            return output
+        if received is None:
+            rows = self._module.get_input_embeddings()(self._tensor(batch.token_ids))
+            given = self._given(batch)
+            received = rows if given is None else given.replace_in(rows)
+        return output._replace(hidden=torch.cat([output.hidden, received[:, -self._part.embedding_width :]], dim=1))
 
     def _set_long(self, batch: FlatBatch | None) -> None:
         """Tell the rotary modules which rows of a step have the angles of long sequences; None: no step is computed."""
@@ -339,59 +364,47 @@ class Transformer(CachedModel):
         """
         probe, watch = ProbeAttention(), ProductWatch()
         bind(self._module, probe, self._operations.ranks)
-        token_ids, positions, rows = self._probe_rows()
+        step = self._probe_step()
         try:
-            self.adapters.rows.num_probed = rows.shape[0]
+            self.adapters.rows.num_probed = step.rows.shape[0]
             with failing_as_unusable(AttributeError, TypeError, KeyError), watch, torch.inference_mode():
-                output = self._forward(token_ids, positions, rows, self._probe_received(rows.shape[0]))
+                output = self._forward(*step)
         except UnusableWeight as error:
             if self.stage.is_first or not isinstance(error.__cause__, KeyError):
                 raise
             raise needs_more_than_rows(architecture) from error
         finally:
             self.adapters.rows.num_probed = 0
-        if not self.stage.is_last and (output.hidden.shape[1], output.hidden.dtype) != (self.width, self.dtype):
+        if not self.stage.is_last and (output.hidden.shape[1], output.hidden.dtype) != (self._width, self.dtype):
             raise UnsupportedAttention(
                 f"{architecture} has rows of {output.hidden.shape[1]} {output.hidden.dtype} between its layers, not of "
-                f"{self.width} {self.dtype}: they can't be handed from stage to stage"
+                f"{self._width} {self.dtype}: they can't be handed from stage to stage"
             )
         self._output_widths = OutputWidths(output.hidden.shape[1], output.logits.shape[1])
         readers = {part.layer_idx for part in self._module.modules() if isinstance(part, ReadingAttention)}
         found = layers_found(architecture, self._module.config, self._part.own_layers, probe, readers)
         return found, sorted(watch.missed)
 
-    def _probe_received(self, num_rows: int) -> torch.Tensor | None:
-        """Arbitrary rows, as the stage before would send them; None in the first stage."""
-        if self.stage.is_first:
-            return None
-        rows = torch.randn(num_rows, self.width, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
-        return rows.to(self.device, self.dtype)
-
-    def _probe_rows(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], torch.Tensor]:
-        rows = np.arange(_PROBE_ROWS * self.row_quantum)
-        # Angles of transformers change for good behind the longest sequence.
-        positions = np.minimum(rows, self.max_model_len - 1)
-        token_ids = (rows * 7919) % self._module.config.vocab_size
-        token_ids[-1] = self._module.config.vocab_size - 1  # a table of embeddings by layer may end before it
-        return token_ids, positions, torch.arange(rows.size, device=self.device)
+    def _probe_step(self) -> ProbeStep:
+        num_rows = _PROBE_ROWS * self.row_quantum
+        step = ProbeStep.of(self._module.config, num_rows, self.max_model_len, self.device)
+        return step if self.stage.is_first else step.behind(self._width, self._part.embedding_width, self.dtype)
 
     def _own_loop(self, dtype: torch.dtype) -> Decoder | None:
         """Baton's loop over the layers, if transformers' loop can be followed and gives the same bits."""
         echo = EchoAttention()
         bind(self._module, echo, self._operations.ranks)
-        token_ids, places, rows = self._probe_rows()
-        received = self._probe_received(rows.shape[0])
+        step = self._probe_step()
+        places = step.positions
         try:
             with torch.inference_mode():
-                trace, expected = LoopTrace.of(
-                    self._module, echo, lambda: self._forward(token_ids, places, rows, received)
-                )
+                trace, expected = LoopTrace.of(self._module, echo, lambda: self._forward(*step))
                 decoder = Decoder(
                     self._module, trace, dtype, self.device, self.row_quantum, self.adapters, self.max_model_len
                 )
                 for at in (places, apart(places)) if has_grids(self._module.config) else (places,):
-                    theirs = expected if at is places else self._forward(token_ids, at, rows, received)
-                    decoder.require_bits(theirs, token_ids, at, rows, received)
+                    tried = step._replace(positions=at)
+                    decoder.require_bits(expected if at is places else self._forward(*tried), *tried)
             return decoder
         except NotAPlainDecoder as reason:
             self.why_no_own_loop = "; ".join(filter(None, (str(reason), self._why_not_recognised)))
@@ -402,48 +415,44 @@ class Transformer(CachedModel):
         if self._decoder is not None:
             return None
         bind(self._module, EchoAttention(), self._operations.ranks)
-        token_ids, places, rows = self._probe_rows()
         self._before = before = TokensBefore()
         # Layers that ask more of a cache do without it: opt's make a mask of the number, which no attention sees.
         with suppress(AttributeError, TypeError, ValueError, RuntimeError, IndexError), torch.inference_mode():
-            self._forward(token_ids, places, rows, self._probe_received(rows.shape[0]))
+            self._forward(*self._probe_step())
             return before if before.was_asked else None
         return None
 
-    def _require_rows_alone(self, architecture: str) -> None:
-        """Raise UnsupportedAttention if this stage looks at token ids or their embedding, which another stage has."""
-        if self.stage.is_first or self._decoder is not None:
-            return
+    def _probe_looks_at_embedding(self) -> bool:
+        """Whether layers behind the first stage are given rows of the embedding beside those of the stage before."""
+        if self.stage.is_first:
+            return False
+        if self._decoder is not None:
+            return self._decoder.looks_at_embedding
         bind(self._module, EchoAttention(), self._operations.ranks)
-        token_ids, places, rows = self._probe_rows()
-        received = self._probe_received(rows.shape[0])
+        step = self._probe_step()
         with torch.inference_mode():
-            others = torch.ones_like(self._module.get_input_embeddings()(self._tensor(token_ids)))
-            expected = self._forward(token_ids, places, rows, received)
-            out = self._forward(np.zeros_like(token_ids), places, rows, received, GivenRows(rows, others))
-        if not expected.has_bits_of(out):
-            raise needs_more_than_rows(architecture)
+            return not self._forward(*step).has_bits_of(self._forward(*step.with_other_embedding))
 
     def _probe_given_rows(self) -> tuple[int, str]:
         """The width of rows that may be given in place of tokens, and why none may be: 0 and a reason, or a width.
 
-        They may be if tokens play no role behind the embedding: its own rows given for other tokens change no bit.
+        They may be if tokens play no role behind the embedding: its own rows given for other tokens change no bit. A
+        stage behind the first, which may look at tokens, too, gives no width.
         """
-        if not self.stage.is_first:
-            return 0, ""
         bind(self._module, EchoAttention(), self._operations.ranks)
-        token_ids, places, rows = self._probe_rows()
+        step, given, width = self._probe_step(), None, 0
         with torch.inference_mode():
-            own: torch.Tensor = self._module.get_input_embeddings()(self._tensor(token_ids))
-            if own.dtype != self.dtype:
-                return 0, f"its embedding gives {own.dtype}, not {self.dtype}"
+            if self.stage.is_first:
+                own: torch.Tensor = self._module.get_input_embeddings()(self._tensor(step.token_ids))
+                if own.dtype != self.dtype:
+                    return 0, f"its embedding gives {own.dtype}, not {self.dtype}"
+                given, width = GivenRows(step.rows, own), own.shape[1]
             if self._decoder is not None:
                 looks_at_tokens = self._decoder.looks_at_tokens
             else:
-                expected = self._forward(token_ids, places, rows)
-                out = self._forward(np.zeros_like(token_ids), places, rows, given=GivenRows(rows, own))
-                looks_at_tokens = not expected.has_bits_of(out)
-        return (0, "its layers look at token ids beside their embedding") if looks_at_tokens else (own.shape[1], "")
+                out = self._forward(*step.with_other_tokens, given)
+                looks_at_tokens = not self._forward(*step).has_bits_of(out)
+        return (0, "its layers look at token ids beside their embedding") if looks_at_tokens else (width, "")
 
     def _graphs_of(self, max_model_len: int) -> DecodeGraphs | None:
         operations = self._operations
@@ -458,7 +467,7 @@ class Transformer(CachedModel):
         token_ids: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
         logits_rows: torch.Tensor,
-        received: torch.Tensor | None = None,
+        received: Received | None = None,
         given: GivenRows | None = None,
     ) -> ModelOutput:
         if received is not None:

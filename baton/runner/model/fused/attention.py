@@ -350,9 +350,6 @@ class FusedAttention(CalledAsAttention):
         self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
     ) -> Rows:
         """Append to a program what `rows` computes; with `sampling` only for the rows that sample."""
-        is_changed = self._gate is not None or self._norms.attended is not None
-        if is_changed and self._operations.ranks.shard.size > 1:
-            raise KernelArgumentError("x", "has only a rank's own heads, and programs gather what attention gives")
         queries, keys, values = self._ends
         qkv = self._qkv.record(program, x, self._qkv_bias, into="qkv")
         if (bound := self.rotation.bound) is not None:
@@ -381,10 +378,12 @@ class FusedAttention(CalledAsAttention):
             self._record_rotate(program, key, cos, sin)
         if sampling:
             query = program.take_sampled(query, into="sampled query")
-        attended = paged.record(program, self.layer_idx, query, key, value, self._how, into="attended")
+        gathers = self._gate is None
+        attended = paged.record(program, self.layer_idx, query, key, value, self._how, into="attended", gathers=gathers)
         if self._gate is not None:
             gates = program.take_sampled(gates, into="sampled gates") if sampling else gates
             attended = program.multiply(attended, gates, self._gate.activation, into="gated attended")
+            attended = program.gathered(attended, into="attended")
         if attended_norm is not None:
             attended = attended_norm.record(program, attended, into="normed attended")
         return self._out.record(program, attended, self._out_bias, into=into)

@@ -11,7 +11,6 @@ from torch import nn
 
 from baton.runner.adapters.adaptable import AdaptableProduct
 from baton.runner.backends.cpu.kernels.buffers import Rows
-from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.cpu.kernels.rows import GateFunction
 from baton.runner.backends.operations import Operations
@@ -192,8 +191,6 @@ class FusedLatentAttention(CalledAsAttention):
         self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
     ) -> Rows:
         """Append to a program what `rows` computes; with `sampling` only for the rows that sample."""
-        if self._operations.ranks.shard.size > 1:
-            raise KernelArgumentError("x", "attends to latents with heads of several ranks")
         shape, narrow, heads = self._shape, self._width_of_queries, len(self.own_heads.queries)
         down_norm, latent_norm = self._norms
         down = self._down.record(program, x, self._down_bias, into="narrow rows")
@@ -223,6 +220,7 @@ class FusedLatentAttention(CalledAsAttention):
             into="attended",
             key_dim=key_dim,
             selected=selected,
+            gathers=False,
         )
         out = program.scratch("outputs of heads", heads * shape.value, sampled=query.sampled)
         program.linear_of_heads(attended, self.kv_b_proj.of_outputs, out)
@@ -230,7 +228,8 @@ class FusedLatentAttention(CalledAsAttention):
             gated = program.take_sampled(x, into="sampled rows of gates") if sampling else x
             gates = self._gates.record(program, gated, None, into="gates")
             out = program.multiply(out, gates, self.gate_activation, into="gated outputs")
-        return self._out.record(program, out, self._out_bias, into=into)
+        every = program.gathered(out, into="outputs of all heads")
+        return self._out.record(program, every, self._out_bias, into=into)
 
     def _record_completion(self, program: Program, latent: Rows, x: Rows, cos: Rows, sin: Rows) -> None:
         """Append to a program what `_complete` does."""

@@ -90,6 +90,7 @@ class Indexer(nn.Module, HasProducts):
     def record_scores(self, program: Program, x: Rows, narrow: Rows, cos: Rows, sin: Rows) -> tuple[Rows, Rows]:
         """Append to a program what `scores` computes: the queries, and the weights in float32."""
         queries = self._queries.record(program, narrow, None, into="queries of indexer")
+        queries = program.changeable(queries, into="rotated queries of indexer")
         program.rotate(queries, self.width, cos, sin, in_pairs=self.in_pairs)
         name = "weights of indexer"
         if x.dtype == self._weights_dtype:
@@ -97,7 +98,7 @@ class Indexer(nn.Module, HasProducts):
             weights = weights if weights.dtype == torch.float32 else program.widened(weights, into=f"wide {name}")
         else:
             weights = program.linear(program.widened(x, into="wide rows"), self._weights.packed, None, into=name)
-        return queries, program.scale(weights, self._num_heads**-0.5, into=weights)
+        return queries, program.scale(weights, self._num_heads**-0.5, into=f"scaled {name}")
 
     def _turned(self, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         rows = rows.contiguous()

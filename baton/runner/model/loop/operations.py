@@ -475,10 +475,9 @@ def operations_of(steps: Sequence[Step], result: int, row_quantum: int) -> list[
 
 def _later(steps: Sequence[Step], place: int, last_use: Mapping[int, int]) -> _Later:
     """What is needed behind the step at a place, besides the rows that it gives."""
-    before = {0, *(step.gives for step in steps[:place])}
-    behind = steps[place + 1 :]
+    given, behind = {step.gives for step in steps[place:]}, steps[place + 1 :]
     return _Later(
-        sorted(number for number in before if last_use[number] > place),
+        sorted(number for number, last in last_use.items() if last > place and number not in given),
         frozenset(step.angles for step in behind if isinstance(step, Call) and isinstance(step.part, Reader)),
         any(isinstance(step, TimesInput) for step in behind),
     )

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from baton.runner.model.fused.streams import side_by_side
+from baton.runner.model.mixtures.router import FusedRouter
+
+
+class Choice(NamedTuple):
+    """What a call of a router gave."""
+
+    router: FusedRouter
+    source: int
+    """The number of the rows that it took."""
+    given: tuple[torch.Tensor | None, ...]
+
+
+def takes_choice(given: Sequence[torch.Tensor], choice: Choice) -> bool:
+    """Whether experts are given rows, and exactly which experts a router has chosen and their weights."""
+    _, *others = given
+    return len(others) == 2 and all(any(value is own for own in choice.given) for value in others)
 
 
 def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:

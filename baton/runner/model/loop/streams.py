@@ -23,7 +23,7 @@ from baton.runner.model.loop.stream_ends import MergedStreams, SpreadStreams
 PartAround = SpreadStreams | MergedStreams
 
 
-def parts_around(base: nn.Module) -> tuple[PartAround, ...]:
+def parts_around(base: nn.Module) -> tuple[SpreadStreams, MergedStreams] | tuple[()]:
     """What a model without its head may compute before its layers and behind them, by its lists of products."""
     spread, merged = (getattr(base, name, None) for name in ("altup_projections", "altup_unembed_projections"))
     if not isinstance(spread, nn.ModuleList) or not isinstance(merged, nn.ModuleList):
@@ -31,6 +31,12 @@ def parts_around(base: nn.Module) -> tuple[PartAround, ...]:
     if not all(isinstance(part, PackedLinear) for part in (*spread, *merged)):
         return ()
     return SpreadStreams([*spread]), MergedStreams([*merged])
+
+
+def width_between_layers(module: Any) -> int:
+    """How wide the rows between a model's layers are, all streams together; 0: its configuration doesn't say."""
+    around = next(filter(None, map(parts_around, module.modules())), None)
+    return around[1].num_inputs if around else getattr(module.config, "hidden_size", 0)
 
 
 _POWERS = frozenset({torch.pow, torch.Tensor.pow, torch.Tensor.__pow__})

@@ -30,7 +30,7 @@ from baton.runner.model.loop.factors import factors_of, numbers_of, own_factor
 from baton.runner.model.loop.layer_inputs import LayerInputs, has_layer_inputs
 from baton.runner.model.loop.logits_map import LogitsKind, LogitsMap
 from baton.runner.model.loop.positions import PositionRows, positions_of
-from baton.runner.model.loop.seen import are_angles, are_same, equal, flat, rows_of, tensors
+from baton.runner.model.loop.seen import Choice, are_angles, are_same, equal, flat, rows_of, takes_choice, tensors
 from baton.runner.model.loop.steps import (
     FUSED_NORMS,
     FUSED_PARTS,
@@ -82,15 +82,6 @@ class _Rotation(NamedTuple):
     given: Any
 
 
-class _Choice(NamedTuple):
-    """What a call of a router gave."""
-
-    router: FusedRouter
-    source: int
-    """The number of the rows that it took."""
-    given: tuple[torch.Tensor | None, ...]
-
-
 class LoopTrace:
     """The steps of a module's loop over its layers, once it has been called while it is `watched`."""
 
@@ -107,7 +98,9 @@ class LoopTrace:
         self.result = 0
         """The number of the rows that the head takes, or the stage behind."""
         self.width = 0
-        """The width of those rows."""
+        """The width of the rows that the first layer takes."""
+        self.result_width = 0
+        """The width of the rows `result`."""
         self.dtype = torch.float32
         """The dtype of rows, of which those that are only added to may be float32."""
         self.logits_map = LogitsMap()
@@ -121,15 +114,17 @@ class LoopTrace:
         """The numbers that layers have, and may multiply each of their parts' rows with."""
         self._rows: dict[int, torch.Tensor] = {}
         """The rows that steps may be given, each [T, N]: those since the last layer's end."""
-        self._first = torch.empty(0)
-        """The rows 0, which layers may ask for that are not the first one."""
+        self.embedding = 0
+        """The number of the embedding's rows: those that the first layer takes, or others that a stage receives."""
+        self._token_ids, self._embedded = torch.empty(0), torch.empty(0)
+        """Of the call that is watched; the rows, as the number `embedding`, any layer may ask for."""
         self._oldest: dict[int, int] = {}
         """The number of the oldest rows in a sum; of other rows their own."""
         self._count = 0
         self._rotations: list[_Rotation] = []
         self._by_position: list[tuple[PositionRows, torch.Tensor]] = []
         """Parts that give rows of positions, and what they gave."""
-        self._choice: _Choice | None = None
+        self._choice: Choice | None = None
         """What the last router gave that is a part of its own."""
         self._inputs: torch.Tensor | None = None
         """The layers' inputs [T, L * N] of the call that is watched."""
@@ -176,6 +171,7 @@ class LoopTrace:
             def behind(part: nn.Module, hook: Callable[..., None]) -> None:
                 hooks.callback(part.register_forward_hook(hook, with_kwargs=True).remove)
 
+            behind(embedding, self._left_embedding)
             behind(embedding if received is None else received, partial(self._begin, base))
             inner = [part.rotary for part in module.modules() if isinstance(part, LongAngles)]
             for part in module.modules():
@@ -195,7 +191,8 @@ class LoopTrace:
             before(head, self._entered_head)
             behind(head, self._left_head)
             yield
-        self._rows, self._first = {}, torch.empty(0)
+        self.result_width = self._rows[self.result].shape[1] if self._rows else 0
+        self._rows, self._embedded = {}, torch.empty(0)
 
     def end(self, logits: torch.Tensor) -> None:
         """Find out how the model's logits follow from its head's output. Raises NotAPlainDecoder."""
@@ -208,14 +205,20 @@ class LoopTrace:
             raise NotAPlainDecoder(f"{type(self._module).__name__} changes its head's output")
         self.logits_map, self._head_rows = found, None
 
-    def _begin(self, base: Any, part: nn.Module, args: Any, _kwargs: Any, out: torch.Tensor) -> None:
+    def _left_embedding(self, _embedding: nn.Module, args: Any, _kwargs: Any, out: torch.Tensor) -> None:
+        if not self._count and not self._is_asking:
+            self._token_ids, self._embedded = args[0][0], flat(out).clone()
+
+    def _begin(self, base: Any, part: nn.Module, _args: Any, _kwargs: Any, out: torch.Tensor) -> None:
         if self._count or self._is_asking:
             return
-        self.width, self.dtype = out.shape[-1], out.dtype
-        self._first = self._rows[self._add(out)]
+        token_ids, embedded = self._token_ids, self._embedded
+        self.width, self.dtype = flat(out).shape[-1], out.dtype
+        self._add(out)
+        if isinstance(part, ReceivedRows):
+            self.embedding = self._add(embedded)
         self._around = parts_around(base)
-        if not isinstance(part, ReceivedRows) and has_layer_inputs(base):
-            token_ids, embedded = args[0][0], flat(out)
+        if has_layer_inputs(base):
             self.layer_inputs = inputs = self._asking(lambda: LayerInputs.of(base, token_ids, embedded))
             self._inputs = self._asking(lambda: inputs.rows(token_ids, embedded))
 
@@ -252,7 +255,7 @@ class LoopTrace:
             return
         given, gives = tensors(args, kwargs), rows_of(out)
         if isinstance(part, FusedRouter):
-            self._choice = _Choice(part, self._explained(given[0], f"{name} takes"), out)
+            self._choice = Choice(part, self._explained(given[0], f"{name} takes"), out)
             return
         num_given = sum(value is not None for value in (*args, *kwargs.values()))
         if not given or gives is None:
@@ -261,7 +264,7 @@ class LoopTrace:
             return  # dropout, which leaves rows as they are
         if gives.dtype != given[0].dtype:
             raise NotAPlainDecoder(f"{name} gives {gives.dtype} and takes {given[0].dtype}")
-        if is_experts(part) and self._choice is not None and _takes_choice(given, self._choice):
+        if is_experts(part) and self._choice is not None and takes_choice(given, self._choice):
             source = self._explained(given[0], f"{name} takes")
             routed = RoutedExperts(self._choice.router, part)
             self.steps.append(Call(routed, source, self._add(gives), beside=self._choice.source))
@@ -370,13 +373,13 @@ class LoopTrace:
             scaled = self._rows[0] if factor == 1.0 else self._rows[0] * factor
             if equal(scaled if added is None else scaled + added, rows):
                 self.embedding_factor, self.position_rows = factor, part
-                self._rows[0] = self._first = rows.clone()
+                self._rows[0] = self._embedded = rows.clone()
                 return 0
         return None
 
     def _explained_as_joined(self, rows: torch.Tensor) -> int | None:
         """The number of rows that are known ones and, beside them, others, or those of the embedding."""
-        known = {0: self._first, **self._rows}
+        known = {self.embedding: self._embedded, **self._rows}
         for one, other in permutations(known, 2):
             parts = known[one], known[other]
             is_alike = parts[0].dtype == parts[1].dtype and sum(part.shape[1] for part in parts) == rows.shape[1]
@@ -488,9 +491,3 @@ class LoopTrace:
             raise NotAPlainDecoder("rows in float32 are added to others, and these or their factor are no residual")
         self.steps.append(Sum(one, other, number, factor, is_wide))
         return number
-
-
-def _takes_choice(given: Sequence[torch.Tensor], choice: _Choice) -> bool:
-    """Whether experts are given rows, and exactly which experts a router has chosen and their weights."""
-    _, *others = given
-    return len(others) == 2 and all(any(value is own for own in choice.given) for value in others)

@@ -115,7 +115,7 @@ class FusedMixture(nn.Module):
             out = self._layer(parts.widen).record(program, narrow, into=mixed if shared is None else "widened sums")
             out = out if shared is None else program.add(out, shared, 1.0, into=mixed)
         if parts.result_factor != 1.0:
-            out = program.scale(out, parts.result_factor, into=into if parts.norm is None else out)
+            out = program.scale(out, parts.result_factor, into=into if parts.norm is None else "scaled mixed rows")
         return out if parts.norm is None else self._norm(parts.norm).record(program, out, into=into)
 
     def _layer(self, name: str) -> Any:

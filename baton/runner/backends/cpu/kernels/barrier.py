@@ -19,7 +19,7 @@ class GrowingMemory(Protocol):
 
 
 class BarrierTag(enum.IntEnum):
-    """What ranks wait for. The tag of an operation of a program is OPERATION plus the operation's number."""
+    """What ranks wait for. The tag of a barrier of a program is OPERATION plus its number among these."""
 
     GATHER = 1
     MERGE = 2

@@ -148,7 +148,7 @@ class RouteCall(ctypes.Structure):
 class SumCall(ctypes.Structure):
     _fields_ = [
         *_fields(_POINTER, "outs places weights rest shared gate out"),
-        *_fields(_SIZE, "rows most n rows_per_task shared_stride"),
+        *_fields(_SIZE, "rows most n rows_per_task shared_stride rest_stride"),
         ("factor", _FLOAT),
         ("are_weighted", _INT),
     ]
@@ -177,10 +177,10 @@ class MixtureCall(ctypes.Structure):
         *_fields(_POINTER, "ups downs up_biases down_biases"),
         ("clamp", ClampCall),
         ("activate", ActivateCall),
-        *_fields(_POINTER, "x chosen gathered inner quantized"),
+        *_fields(_POINTER, "x chosen gathered inner quantized rest"),
         *_fields(_SIZE, "experts x_stride x_apart"),
         ("sum", SumCall),
-        *_fields(_INT, "weighs_inputs passes_rest"),
+        *_fields(_INT, "weighs_inputs passes_rest are_weighted are_apart"),
     ]
 
 

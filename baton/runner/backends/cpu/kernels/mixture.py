@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -74,14 +75,8 @@ class PackedMixture:
         self._biases = biases
         self._kind = kind
         self._kept = (ups, downs)
-        self._clamp = ClampCall()
-        if clamp is not None:
-            self._clamp = ClampCall(columns=self.inner, limit=clamp.limit, alpha=clamp.alpha)
-        self._activate = ActivateCall()
-        if isinstance(gate, Ungated):
-            self._activate = activate_structure(self.inner, self.inner, gate.activation)
-        activation = ACTIVATIONS[gate] if isinstance(gate, str) else NOT_GATED
-        self._up, self._down = _expert_call(first_up, activation), _expert_call(first_down, NOT_GATED)
+        self._behind = _Behind.of(gate, self.inner)
+        self._up, self._down = _expert_call(first_up, self._behind.activation), _expert_call(first_down, NOT_GATED)
         self._ups, self._downs = (_addresses(weights) for weights in (ups, downs))
         self.gathered_bytes, self.quantized_bytes = _row_bytes(first_up), _row_bytes(first_down)
         """The bytes of a quantised row of x, and of a quantised inner row; None: these rows are not quantised."""
@@ -95,40 +90,61 @@ class PackedMixture:
             down=self._down,
             ups=ctypes.addressof(self._ups),
             downs=ctypes.addressof(self._downs),
-            clamp=self._clamp,
-            activate=self._activate,
+            clamp=self._behind.clamp,
+            activate=self._behind.activate,
         )
         if self._biases is not None:
             for name, bias, n in (("up", self._biases.up, call.up.n), ("down", self._biases.down, call.down.n)):
-                if bias.shape != (self.num_experts, n) or bias.dtype != dtype or not bias.is_contiguous():
-                    raise KernelArgumentError(f"{name} bias", f"must be [{self.num_experts}, {n}] {dtype}, contiguous")
+                _require_bias(name, bias, (self.num_experts, n), dtype)
             call.up_biases, call.down_biases = self._biases.up.data_ptr(), self._biases.down.data_ptr()
         for product in (call.up, call.down):
             product.out_dtype, product.out_stride = DTYPES[dtype], product.n
             product.x_stride = product.x_stride or product.k
         call.experts, call.x_stride = self.num_experts, self.k
-        call.sum = SumCall(n=self.k, most=most, factor=factor, shared_stride=self.k)
+        call.sum = SumCall(n=self.k, most=most, factor=factor, shared_stride=self.k, rest_stride=self.k)
         call.weighs_inputs, call.passes_rest = self._kind.weighs_inputs, self._kind.passes_rest
         return call
 
 
 class PackedChoice:
-    """The weights [n, k] of all experts of a single product, packed alike, of which each row chooses some."""
+    """The weights of all experts of a single product, packed alike, of which each row chooses some."""
 
-    def __init__(self, weights: Sequence[Packed]) -> None:
-        """Raises KernelArgumentError for weights that are gated, not packed alike, or have columns of padding."""
+    def __init__(
+        self,
+        weights: Sequence[Packed],
+        gate: Activation | ClampedGate | Ungated | None = None,
+        biases: torch.Tensor | None = None,
+        kind: ExpertKind = PLAIN_EXPERTS,
+        *,
+        are_weighted: bool = False,
+    ) -> None:
+        """`gate`: as of a PackedMixture; None: nothing is computed behind the product. `biases`: of the weights.
+        `are_weighted`: rows were multiplied with their weights before.
+
+        Raises KernelArgumentError for weights that are gated without a gate, not packed alike, or have columns of
+        padding.
+        """
         first = _alike("weights", weights)
-        if first.gated:
-            raise KernelArgumentError("weights", "are gated, and nothing is computed behind their product")
-        self.num_experts, self.k, self.n = len(weights), first.k, first.n
+        if first.gated != isinstance(gate, str):
+            raise KernelArgumentError("weights", "must be gated if there is an activation for gates, and only then")
+        self.num_experts, self.k = len(weights), first.k
+        self.clamped_width = first.n if isinstance(gate, ClampedGate) else 0
+        """The columns of rows that a gate behind the product is computed of; 0: there is none."""
+        self.n = first.n // (2 if self.clamped_width else 1)
+        """How many columns each expert gives."""
         self.dtype = first.dtype if isinstance(first, PackedWeight) else None
         """The dtype that rows must have; None: rows may have any dtype of the kernels."""
+        self.kind = kind
+        self._biases, self._are_weighted = biases, are_weighted
         self._kept = weights
-        self._call, self._weights = _expert_call(first, NOT_GATED), _addresses(weights)
+        self._behind = _Behind.of(gate, self.n)
+        self._call, self._weights = _expert_call(first, self._behind.activation), _addresses(weights)
         self.gathered_bytes = _row_bytes(first)
         """The bytes of a quantised row of x; None: rows are not quantised."""
 
-    def structure(self, dtype: torch.dtype, width: int, most: int) -> MixtureCall:
+    def structure(
+        self, dtype: torch.dtype, width: int, most: int, *, are_apart: bool, factor: float = 1.0
+    ) -> MixtureCall:
         """The kernel's arguments for rows of a dtype and width, k or most * k, without those of a step.
 
         Raises KernelArgumentError for rows that don't fit.
@@ -136,11 +152,40 @@ class PackedChoice:
         if self.dtype not in (None, dtype) or width not in (self.k, most * self.k):
             raise KernelArgumentError("x", f"must have {self.k} or {most * self.k} columns in {self.dtype or dtype}")
         call = MixtureCall(up=self._call, ups=ctypes.addressof(self._weights))
-        call.up.out_dtype, call.up.out_stride = DTYPES[dtype], self.n
+        call.clamp, call.activate = self._behind.clamp, self._behind.activate
+        if self._biases is not None:
+            _require_bias("bias", self._biases, (self.num_experts, call.up.n), dtype)
+            call.up_biases = self._biases.data_ptr()
+        call.up.out_dtype, call.up.out_stride = DTYPES[dtype], call.up.n
         call.up.x_stride = call.up.x_stride or self.k
         call.experts, call.x_stride, call.x_apart = self.num_experts, width, 0 if width == self.k else self.k
-        call.sum = SumCall(n=self.n, most=most, factor=1.0, shared_stride=self.n)
+        call.sum = SumCall(n=self.n, most=most, factor=factor, shared_stride=self.n, rest_stride=self.n)
+        call.weighs_inputs, call.passes_rest = self.kind.weighs_inputs, self.kind.passes_rest
+        call.are_weighted, call.are_apart = self._are_weighted, are_apart
         return call
+
+
+class _Behind(NamedTuple):
+    """What is computed of an expert's first products."""
+
+    activation: int
+    """Of gated weights."""
+    clamp: ClampCall
+    activate: ActivateCall
+
+    @classmethod
+    def of(cls, gate: Activation | ClampedGate | Ungated | None, columns: int) -> _Behind:
+        clamp, activate = ClampCall(), ActivateCall()
+        if isinstance(gate, ClampedGate):
+            clamp = ClampCall(columns=columns, limit=gate.limit, alpha=gate.alpha)
+        if isinstance(gate, Ungated):
+            activate = activate_structure(columns, columns, gate.activation)
+        return cls(ACTIVATIONS[gate] if isinstance(gate, str) else NOT_GATED, clamp, activate)
+
+
+def _require_bias(name: str, bias: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    if bias.shape != shape or bias.dtype != dtype or not bias.is_contiguous():
+        raise KernelArgumentError(f"{name} bias", f"must be {[*shape]} {dtype}, contiguous")
 
 
 def _alike(name: str, weights: Sequence[Packed]) -> PackedPart:
@@ -264,13 +309,17 @@ def multiply_chosen(
     choice: PackedChoice,
     weights: torch.Tensor | None = None,
     shared: SharedRows | None = None,
+    factor: float = 1.0,
+    rest: torch.Tensor | None = None,
     *,
+    are_apart: bool | None = None,
     threads: int,
 ) -> torch.Tensor:
     """The products of rows with the weights that each has chosen (int32 [T, most]), side by side: [T, most * N].
 
     x [T, K] is multiplied with all of them, or of x [T, most * K] each piece with its own. With `weights` the products
-    are summed, as `sum_experts` says: [T, N]. Raises KernelArgumentError for tensors that don't fit.
+    are summed, as `sum_experts` says: [T, N], unless `are_apart`. `rest` [T, N]: what chosen numbers give that are no
+    expert's. Raises KernelArgumentError for tensors that don't fit.
     """
     if x.ndim != 2 or x.dtype not in DTYPES or not x.is_contiguous() or not x.is_cpu:
         raise KernelArgumentError("x", f"must be contiguous on the CPU, float32 or bfloat16, is {x.dtype}")
@@ -279,11 +328,17 @@ def multiply_chosen(
     if weights is not None and weights.shape != chosen.shape:
         raise KernelArgumentError("weights", f"must be {tuple(chosen.shape)}")
     most = chosen.shape[1]
-    call = choice.structure(x.dtype, x.shape[1], most)
+    are_apart = weights is None if are_apart is None else are_apart
+    call = choice.structure(x.dtype, x.shape[1], most, are_apart=are_apart, factor=factor)
     places = len(x) * most
     gathered = torch.empty(places * (choice.gathered_bytes or choice.k * x.dtype.itemsize), dtype=torch.uint8)
-    outs = x.new_empty(places, choice.n)
-    out = x.new_empty(len(x), choice.n * (most if weights is None else 1))
+    outs, clamped = x.new_empty(places, choice.n), x.new_empty(places, choice.clamped_width)
+    out = x.new_empty(len(x), choice.n * (most if are_apart else 1))
+    call.clamp.x = clamped.data_ptr()
+    if rest is not None:
+        if rest.shape != (len(x), choice.n) or rest.dtype != x.dtype or not rest.is_contiguous():
+            raise KernelArgumentError("rest", f"must be [{len(x)}, {choice.n}] {x.dtype}, contiguous")
+        call.rest = rest.data_ptr()
     call.x, call.chosen, call.gathered = x.data_ptr(), chosen.data_ptr(), gathered.data_ptr()
     _complete_sum(call.sum, outs, weights, shared, out)
     lib = library()

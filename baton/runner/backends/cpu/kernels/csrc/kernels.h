@@ -210,7 +210,7 @@ struct sum_call {
     const void *gate;      /* [rows]: shared is multiplied with its sigmoid first, each rounded; NULL: it is not */
     void *out;             /* [rows, n] */
     size_t rows, most, n, rows_per_task;
-    size_t shared_stride;  /* elements from row to row of shared; 0: there is one row */
+    size_t shared_stride, rest_stride; /* elements from row to row; of shared 0: there is one row */
     float factor;
     int are_weighted;      /* whether outs have been multiplied with their weights */
 };
@@ -248,11 +248,14 @@ struct mixture_call {
     const void *x;                          /* [rows, up.k]; x_stride: elements from row to row */
     const int32_t *chosen;                  /* [rows, sum.most]: an expert beyond the last one computes nothing, or gives its row */
     void *gathered, *inner, *quantized;     /* room for each chosen expert's row: of x, of up's result and, for a quantized down, of that */
+    const void *rest;                       /* of experts with one product: what experts beyond the last one give */
     size_t experts, x_stride;
     size_t x_apart;      /* elements from the row of one expert to that of the next one in a row of x; 0: they compute the same row */
     struct sum_call sum; /* outs: room as the others */
     int weighs_inputs;   /* an expert's row is multiplied with its weight, and rounded, before it computes it, not what it gives */
     int passes_rest;     /* experts beyond the last one give their rows, with x_stride up.k */
+    int are_weighted;    /* rows were multiplied with their weights before */
+    int are_apart;       /* what the experts of a row give is not summed but side by side, which takes experts with one product */
 };
 
 /* one + other * factor; the product is rounded, and then the sum. */

@@ -98,6 +98,7 @@ static const struct layout_entry layout[] = {
     FIELD(sum_call, outs), FIELD(sum_call, places), FIELD(sum_call, weights), FIELD(sum_call, shared), FIELD(sum_call, gate),
     FIELD(sum_call, out), FIELD(sum_call, rows), FIELD(sum_call, most), FIELD(sum_call, n), FIELD(sum_call, rows_per_task),
     FIELD(sum_call, factor), FIELD(sum_call, rest), FIELD(sum_call, are_weighted), FIELD(sum_call, shared_stride),
+    FIELD(sum_call, rest_stride),
 
     WHOLE(struct clamp_call, "clamp_call"),
     FIELD(clamp_call, x), FIELD(clamp_call, out), FIELD(clamp_call, rows), FIELD(clamp_call, columns),
@@ -108,7 +109,8 @@ static const struct layout_entry layout[] = {
     FIELD(mixture_call, up_biases), FIELD(mixture_call, down_biases), FIELD(mixture_call, clamp), FIELD(mixture_call, activate),
     FIELD(mixture_call, chosen), FIELD(mixture_call, gathered), FIELD(mixture_call, inner), FIELD(mixture_call, quantized),
     FIELD(mixture_call, experts), FIELD(mixture_call, x_stride), FIELD(mixture_call, x_apart), FIELD(mixture_call, sum),
-    FIELD(mixture_call, weighs_inputs), FIELD(mixture_call, passes_rest),
+    FIELD(mixture_call, weighs_inputs), FIELD(mixture_call, passes_rest), FIELD(mixture_call, rest),
+    FIELD(mixture_call, are_weighted), FIELD(mixture_call, are_apart),
 
     WHOLE(struct rotate_call, "rotate_call"),
     FIELD(rotate_call, x), FIELD(rotate_call, cos), FIELD(rotate_call, sin), FIELD(rotate_call, tokens),

@@ -46,10 +46,11 @@ int plan_mixture(struct mixture_job *job, struct mixture_call *call, const struc
     plan->counts = (int32_t *)(plan->experts + active);
     plan->places = plan->counts + call->experts;
     plan->choices = plan->places + most_places;
+    const int is_one = call->downs == NULL;
     call->sum.places = plan->places;
-    call->sum.rest = call->passes_rest ? call->x : NULL;
-    call->sum.are_weighted = call->weighs_inputs;
-    call->clamp.out = call->inner;
+    call->sum.rest = !call->passes_rest ? NULL : is_one ? call->rest : call->x;
+    call->sum.are_weighted = call->weighs_inputs || call->are_weighted;
+    call->clamp.out = is_one ? (void *)(uintptr_t)call->sum.outs : call->inner;
     return STATUS_OK;
 }
 
@@ -101,7 +102,7 @@ static void divide_rows(const void *given, size_t task, void *scratch) {
         expert->up = call->up;
         expert->up.packed = call->ups[expert->number];
         expert->up.x = (char *)call->gathered + at * row_bytes(&call->up, job->dtype);
-        const void *outs = has_one_product(call) ? call->sum.outs : is_clamped(call) ? call->clamp.x : call->inner;
+        const void *outs = is_clamped(call) ? call->clamp.x : has_one_product(call) ? call->sum.outs : call->inner;
         expert->up.out = (char *)(uintptr_t)outs + at * call->up.n * item_size(job->dtype);
         expert->up.bias = bias_of(call->up_biases, expert->number, call->up.n, job->dtype);
         expert->up_end = up_end += cut(&expert->up, &expert->up_function, job, expert);
@@ -165,7 +166,7 @@ static void gate_inner(const void *given, size_t task, void *scratch) {
 static void activate_inner(const void *given, size_t task, void *scratch) {
     const struct mixture_job *job = given;
     struct activate_call call = job->call->activate;
-    call.x = call.out = job->call->inner;
+    call.x = call.out = has_one_product(job->call) ? (void *)(uintptr_t)job->call->sum.outs : job->call->inner;
     call.rows = job->plan->num_places;
     call.rows_per_task = GATHERED_ROWS;
     if (task * GATHERED_ROWS < call.rows) job->isa->activate[job->dtype](&call, task, scratch);
@@ -238,13 +239,13 @@ size_t mixture_works(struct mixture_job *job, struct work works[MIXTURE_WORKS]) 
                                    .scratch_bytes = call->weighs_inputs ? call->up.k * item_size(job->dtype) : 0};
     works[count++] = (struct work){.function = multiply_up, .job = job, .n_tasks = threads,
                                    .scratch_bytes = linear_scratch_bytes(&call->up, rows, job->isa, job->dtype)};
-    if (has_one_product(call)) {
-        const struct work places = {.function = place_rows, .job = job, .n_tasks = gathers};
-        works[count++] = call->sum.weights == NULL ? places : sum_work(&call->sum, job->isa, job->dtype);
-        return count;
-    }
     if (is_clamped(call)) works[count++] = (struct work){.function = gate_inner, .job = job, .n_tasks = gathers};
     if (call->activate.columns > 0) works[count++] = (struct work){.function = activate_inner, .job = job, .n_tasks = gathers};
+    if (has_one_product(call)) {
+        const struct work places = {.function = place_rows, .job = job, .n_tasks = gathers};
+        works[count++] = call->are_apart ? places : sum_work(&call->sum, job->isa, job->dtype);
+        return count;
+    }
     if (call->down.format != NULL) works[count++] = (struct work){.function = quantize_inner, .job = job, .n_tasks = gathers};
     works[count++] = (struct work){.function = multiply_down, .job = job, .n_tasks = threads,
                                    .scratch_bytes = linear_scratch_bytes(&call->down, rows, job->isa, job->dtype)};

@@ -120,7 +120,7 @@ INLINE void sum_row(const enum dtype dtype, const struct sum_call *call, size_t 
         for (size_t expert = 0; expert < call->most; expert++) {
             const int is_rest = places[expert] < 0;
             if (is_rest && call->rest == NULL) continue;
-            const v16 out = is_rest ? load_lanes(dtype, call->rest, row * n + i, count) : load_lanes(dtype, call->outs, (size_t)places[expert] * n + i, count);
+            const v16 out = is_rest ? load_lanes(dtype, call->rest, row * call->rest_stride + i, count) : load_lanes(dtype, call->outs, (size_t)places[expert] * n + i, count);
             sum = v_add(sum, call->are_weighted && !is_rest ? out : v_mul(out, v_set1(weights[expert])));
         }
         if (call->factor != 1.0f) sum = v_mul(v_rounded(dtype, sum), v_set1(call->factor));

@@ -368,6 +368,7 @@ static int prepare(struct prepared *to, struct work *works, size_t *n_works, con
         call->mixture.chosen = at(step, op->second);
         call->mixture.gathered = at(step, op->room[0]);
         call->mixture.inner = at(step, op->room[1]);
+        call->mixture.rest = at(step, op->room[1]); /* of experts with one product, which have no inner rows */
         call->mixture.quantized = at(step, op->room[2]);
         call->mixture.sum.outs = at(step, op->room[3]);
         call->mixture.clamp.x = at(step, op->room[4]);

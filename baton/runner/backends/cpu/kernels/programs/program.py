@@ -104,11 +104,12 @@ class Program(RowRecording):
         into: str,
         key_dim: int | None = None,
         selected: Rows | None = None,
+        gathers: bool = True,
     ) -> Rows:
         """Record attention over the cache, with the block tables of a group of layers.
 
         `key_dim`: how many numbers of a key give its scores; None: all. `selected`: what `select_keys` gave for these
-        rows; None: they attend to all keys that they see.
+        rows; None: they attend to all keys that they see. Without `gathers` the result is of a rank's own heads.
         """
         require_cache(cache)
         key_dim = cache.key_dim if key_dim is None else key_dim
@@ -121,12 +122,17 @@ class Program(RowRecording):
         if selected is not None:
             self._require_as_many(query, selected, "selected")
             require_selecting(how)
-        out, attended = self._attention_rows(into, heads * cache.value_dim, query.sampled)
+        width = heads * cache.value_dim
+        if gathers:
+            out, attended = self._attention_rows(into, width, query.sampled)
+        else:
+            out = attended = self._buffers.scratch(into, width, query.sampled)
         call = attention_structure(how, heads, cache, sinks, key_dim)
         call.query_stride, call.out_stride = query.stride, out.stride
         self._kept += [cache.memory, sinks, how.distance_bias]
         self._record(OperationKind.ATTENTION, query, Call(attention=call), out=out, operands=(selected,), group=group)
-        self._attended()
+        if gathers:
+            self._attended()
         return attended
 
     def select_keys(
@@ -288,26 +294,35 @@ class Program(RowRecording):
         chosen: Rows,
         choice: PackedChoice,
         weights: Rows | None = None,
-        shared: torch.Tensor | None = None,
+        shared: Rows | torch.Tensor | None = None,
+        gate: Rows | None = None,
         *,
+        factor: float = 1.0,
+        rest: Rows | None = None,
+        are_apart: bool | None = None,
         into: str | Rows,
     ) -> Rows:
         """Record the products of each row with the weights that it has chosen, side by side.
 
-        With `weights` their sum instead, and `shared` [1, N], which is added to it. x: see `multiply_chosen` in
-        mixture.py.
+        With `weights` and without `are_apart` it is their sum, times the factor, plus shared rows times sigmoid(gate).
+        x, `rest`: see `multiply_chosen` in mixture.py; shared rows and these may be columns of others.
         """
         if x.stride != x.width:
             raise KernelArgumentError("x", "must be whole rows")
+        row, rows = (shared, None) if isinstance(shared, torch.Tensor) else (None, shared)
         most, size = chosen.width, self._dtype.itemsize
-        call = choice.structure(self._dtype, x.width, most)
-        self._share(shared, call)
+        are_apart = weights is None if are_apart is None else are_apart
+        call = choice.structure(self._dtype, x.width, most, are_apart=are_apart, factor=factor)
+        self._share(row, call)
+        call.sum.shared_stride = call.sum.shared_stride if rows is None else rows.stride
+        call.sum.rest_stride = 0 if rest is None else rest.stride
         gathered = -(-most * (choice.gathered_bytes or choice.k * size) // size)
         of_x = self._buffers.scratch("gathered rows", gathered, x.sampled)
         outs = self._buffers.scratch("rows of experts", most * choice.n, x.sampled)
-        out = self._out(into, choice.n * (most if weights is None else 1), x.sampled)
+        clamped = self._buffers.scratch("clamped rows", most * choice.clamped_width, x.sampled)
+        out = self._out(into, choice.n * (most if are_apart else 1), x.sampled)
         self._kept.append(choice)
-        operands, room = (chosen, weights), (of_x, None, None, outs)
+        operands, room = (chosen, weights, rows, gate), (of_x, rest, None, outs, clamped)
         self._record(OperationKind.MIXTURE, x, Call(mixture=call), out=out, operands=operands, room=room)
         return out
 
@@ -401,6 +416,14 @@ class Program(RowRecording):
 
     def _attended(self) -> None:
         """Called when attention is recorded."""
+
+    def gathered(self, own: Rows, *, into: str) -> Rows:
+        """Rows side by side of which each rank has as many columns, in the order of ranks: here `own` alone."""
+        return own
+
+    def changeable(self, x: Rows, *, into: str) -> Rows:
+        """Rows with the numbers of x that may be changed in place: x itself unless other ranks read it, too."""
+        return x
 
     def _require_step(self, arguments: Sequence[torch.Tensor], layout: StepLayout, sampled: torch.Tensor) -> None:
         """Raises KernelArgumentError for tensors whose shapes differ from what the operations expect."""

@@ -169,9 +169,10 @@ class ClusterSupervisor(Scaler):
             self._loop.add_signal_handler(number, self.stop)
         self._rotate_logs()
         try:
-            await self._start()
-            if not self._stop.is_set():
-                async with control_socket(self._run_dir.path / SOCKET_NAME, self):
+            # Routers look at the sizes of the pools as soon as they start.
+            async with control_socket(self._run_dir.path / SOCKET_NAME, self):
+                await self._start()
+                if not self._stop.is_set():
                     self._phase = "ready"
                     self._has_served = True
                     self._write()

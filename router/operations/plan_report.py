@@ -8,6 +8,7 @@ from itertools import product
 from baton.messages.node import Role
 from baton.messages.operator import PlannedMove, PlanReport
 from baton.observe.metrics import Figure
+from router.planner.encoders import EncoderDemand
 from router.planner.moves import ENDS, OUT
 from router.planner.planner import Plan, Planner
 from router.planner.scaling import GROWTH_ENDS, Growth
@@ -24,14 +25,16 @@ def plan_report(planner: Planner, plan: Plan | None, mode: str, *, leads: bool, 
     if not leads or plan is None:
         return PlanReport(mode, leads, why_not)
     moves = _changes_of(planner, now)
-    pools = "" if planner.scaling is None else planner.scaling.told(now)
+    encoders = planner.encoders
+    rows = f"encode: pressure {encoders.pressure:.2f}, {encoders.num_nodes} nodes, {encoders.wanted} wanted"
+    also = _joined("" if planner.scaling is None else planner.scaling.told(now), rows if encoders.num_nodes else "")
     if plan.verdict is None or plan.situation is None:
-        return PlanReport(mode, leads=True, reason=_joined(plan.why_not, pools), moves=moves)
+        return PlanReport(mode, leads=True, reason=_joined(plan.why_not, also), moves=moves)
     verdict, situation = plan.verdict, plan.situation
     return PlanReport(
         mode=mode,
         leads=True,
-        reason=_joined(verdict.reason, pools),
+        reason=_joined(verdict.reason, also),
         prefill_nodes=situation.num_prefill,
         decode_nodes=situation.num_decode,
         wanted_prefill_nodes=verdict.wanted_prefill,
@@ -51,15 +54,20 @@ def plan_report(planner: Planner, plan: Plan | None, mode: str, *, leads: bool, 
 def plan_figures(planner: Planner, report: PlanReport) -> Iterator[Figure]:
     """The metrics, for the metrics page."""
     yield Figure("planner_leads", "Whether this router plans moves.", float(report.leads), {})
-    text = "How busy the nodes of a role are with the load that is expected; 1: fully; 0 at routers that don't plan."
-    for role, pressure in (("prefill", report.prefill_pressure), ("decode", report.decode_pressure)):
-        yield Figure("planner_pressure", text, pressure, {"role": role})
-    text = "Nodes of a role that the planner wants; 0 at routers that don't plan."
-    for role, wanted in (("prefill", report.wanted_prefill_nodes), ("decode", report.wanted_decode_nodes)):
-        yield Figure("planner_nodes_wanted", text, wanted, {"role": role})
-    text = "Nodes of a role, once all moves have ended; 0 at routers that don't plan."
-    for role, present in (("prefill", report.prefill_nodes), ("decode", report.decode_nodes)):
-        yield Figure("planner_nodes", text, present, {"role": role})
+    encoders = planner.encoders if report.leads else EncoderDemand()
+    of_roles = (
+        (Role.PREFILL, report.prefill_pressure, report.prefill_nodes, report.wanted_prefill_nodes),
+        (Role.DECODE, report.decode_pressure, report.decode_nodes, report.wanted_decode_nodes),
+        (Role.ENCODE, encoders.pressure, encoders.num_nodes, encoders.wanted),
+    )
+    for role, pressure, present, wanted in of_roles:
+        labels = {"role": role.value}
+        text = "How busy the nodes of a role are with the load that is expected; 1: fully; 0 where nothing is planned."
+        yield Figure("planner_pressure", text, pressure, labels)
+        text = "Nodes of a role, once all moves have ended; 0 at routers that don't plan."
+        yield Figure("planner_nodes", text, present, labels)
+        text = "Nodes of a role that the planner wants; 0 at routers that don't plan."
+        yield Figure("planner_nodes_wanted", text, wanted, labels)
     text = "Moves of nodes to a role, or out of the cluster (none), that have ended, by how."
     for to, end in product((*Role, None), ENDS):
         labels = {"to": OUT if to is None else to.value, "end": end.value}

@@ -13,6 +13,7 @@ from baton.messages.node import Role
 from baton.values import value
 from router.planner.capacity import Capacity
 from router.planner.demand import DemandMeter, Forecast, latest
+from router.planner.encoders import EncoderDemand, EncoderMeter
 from router.planner.law import Law, PressureLaw, Situation, Verdict, pressure_of
 from router.planner.moves import Move, MoveBook, MoveEffect, MoveState, PlannedNode
 from router.planner.scaling import Answer, Ask, Growth, GrowthEnded, Remove, Scaling
@@ -45,7 +46,7 @@ class Observation:
     """What a planner is shown of the cluster."""
 
     nodes: Sequence[PlannedNode]
-    """The attached nodes, one of each name."""
+    """The attached prefill and decode nodes, one of each name."""
     capacity: Capacity | None
     """What nodes sustain; None: there is no node."""
     num_steps: int
@@ -53,6 +54,8 @@ class Observation:
     backlog: Backlog
     settle_s: float = 0.0
     """Within so many seconds all routers know that a node is cordoned."""
+    encoder_inputs: Sequence[int] = ()
+    """The inputs that each encode node that takes work has."""
 
 
 PlanEffect: TypeAlias = MoveEffect | GrowthEnded
@@ -89,6 +92,9 @@ class Planner:
         self.book = MoveBook()
         self.scaling = None if most_nodes is None else Scaling(most_nodes)
         self._most_nodes = most_nodes
+        self.encoders = EncoderDemand()
+        """How busy encode nodes are; their number is told to operators, and not changed."""
+        self._encoder_meter = EncoderMeter()
         self._attached: frozenset[str] = frozenset()
         """The names of all nodes, when they were seen last."""
         self._acts = acts
@@ -99,6 +105,7 @@ class Planner:
     def tick(self, seen: Observation, now: float) -> Plan:
         """Follow the moves, and decide on further ones if it is time."""
         self._attached = frozenset(node.name for node in seen.nodes)
+        self.encoders = self._encoder_meter.sample(seen.encoder_inputs, now)
         effects: list[PlanEffect] = [*self.book.follow(seen.nodes, seen.settle_s, now)]
         if self.scaling is not None:
             effects += self.scaling.follow(now)

@@ -83,6 +83,8 @@ from router.placement.cost_model import ServiceLevel
 from router.placement.placer import PlacementSettings, Placer, Policy
 from router.placement.room import RoomRules
 from router.placement.view import ClusterView
+from router.planner.size import SizeSettings
+from router.scalers.choice import scaler_of
 from router.stream_moves import StreamMoves
 from router.timers import LoopTimers, first_of, sleep_until
 
@@ -240,7 +242,8 @@ class _Operators:
             self.steering,
             timers,
             self.events,
-            planner_of(mode, config.goal_attainment),
+            planner_of(mode, config.goal_attainment, SizeSettings(config.min_nodes, config.max_nodes or None)),
+            scaler=scaler_of(config.scaler, config.cluster, os.environ) if config.scaler else None,
         )
         self.handler = OperatorHandler(view, core.dispatcher, core.membership, core.clock, own, self.planning.report)
         served = requests.counters.served

@@ -20,6 +20,7 @@ from kv_transfer.sender.lease_values import LEASE_TABLE, LeaseState
 from router.flight.flight_table import FLIGHT_TABLE, FlightState
 from router.placement.breaker import BREAKER_TABLE, BreakerState
 from router.planner.moves import MOVE_TABLE, MoveState
+from router.planner.scaling import GROWTH_TABLE, GrowthState
 
 PAGE = Path(__file__).parent.parent / "docs" / "states.md"
 DIAGRAMS = {
@@ -30,6 +31,7 @@ DIAGRAMS = {
     "flight": render_mermaid(FlightState.PLACING, FLIGHT_TABLE),
     "breaker": render_mermaid(BreakerState.CLOSED, BREAKER_TABLE),
     "move": render_mermaid(MoveState.PLANNED, MOVE_TABLE),
+    "growth": render_mermaid(GrowthState.ASKING, GROWTH_TABLE),
     "attempt": render_mermaid(AttemptState.RUNNING, ATTEMPT_TABLE),
     "lease": render_mermaid(LeaseState.UNKNOWN, LEASE_TABLE),
     "probe": render_mermaid(ProbeState.ASKED, PROBE_TABLE),

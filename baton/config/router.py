@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import ByteSize, Field
+from pydantic import ByteSize, Field, model_validator
 
 from baton.config.cluster import ClusterSettings, ProcessSettings
 from baton.config.kinds import Count, CountOrZero, Milliseconds, Name, OnOff, Origins, Port, Seconds, Share, UrlPrefixes
@@ -18,6 +18,8 @@ from baton.messages.request_limits import (
     MAX_PROMPT_EMBEDS_BYTES,
     MIN_PRIORITY,
 )
+
+MOST_NODES = 4096
 
 
 class RouterSettings(ClusterSettings):
@@ -191,6 +193,18 @@ class RouterSettings(ClusterSettings):
         description="Share of requests that are to keep their latency targets; while fewer do, the planner counts the "
         "role as busier that makes them miss these.",
     )
+    scaler: str = Field(
+        "",
+        description="Who changes the number of nodes for a planner that decides on it, such as "
+        "kubernetes:decode=deployments/NAME or local:RUN_DIR (docs/scaling.md); with `baton up`, local is its own run "
+        "directory. Needs --planner and --max-nodes. Default: the number is not changed.",
+    )
+    min_nodes: Annotated[int, Field(ge=2, le=MOST_NODES)] = Field(
+        2, description="Fewest prefill and decode nodes together that a --scaler leaves."
+    )
+    max_nodes: Annotated[int, Field(ge=0, le=MOST_NODES)] = Field(
+        0, description="Most of them that a --scaler starts; 0: it is not set."
+    )
     cors_origins: Origins = Field(
         "",
         description="Origins, separated by commas, whose pages may call the HTTP service from a browser, such as "
@@ -211,6 +225,18 @@ class RouterSettings(ClusterSettings):
         "stored.",
     )
     stored_response_s: Seconds = Field(3600.0, description="Seconds that a router keeps a response.")
+
+    @model_validator(mode="after")
+    def _scaling_is_whole(self) -> Self:
+        if self.scaler and self.planner == "off":
+            raise ValueError("scaler changes the number of nodes for a planner: set planner to on or advise")
+        if self.scaler and not self.max_nodes:
+            raise ValueError("scaler needs max_nodes: how many nodes it may start")
+        if self.max_nodes and not self.scaler:
+            raise ValueError(f"max_nodes is {self.max_nodes}, and there is no scaler that could start nodes")
+        if self.max_nodes and self.max_nodes < self.min_nodes:
+            raise ValueError(f"max_nodes {self.max_nodes} is less than min_nodes {self.min_nodes}")
+        return self
 
 
 class RouterConfig(RouterSettings, ProcessSettings):

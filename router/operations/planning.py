@@ -7,6 +7,9 @@ the leader's term. The rules:
 2. Effects are carried out in order. One that the registry could not store is tried again before anything is decided.
 3. A new leader knows nothing of the moves before. It ends their cordons; roles that were given stay.
 4. What was planned for a name without a node is forgotten after FORGET_S.
+5. Before the number of nodes is changed, the registry confirms the term; a call that still goes on when the term ends
+   is given up. A router that is suspended right between these two for longer than LEAD_S may still ask once: then the
+   cluster has a node more than another leader wants, or one that was emptied is gone. A pool never gets a lower number.
 """
 
 from __future__ import annotations
@@ -15,11 +18,9 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
-from itertools import product
 
 from baton.errors import NotLeader, Unreachable
-from baton.messages.node import Role
-from baton.messages.operator import PlannedMove, PlanReport
+from baton.messages.operator import PlanReport
 from baton.observe.metrics import Figure
 from baton.registry.base import LEAD_S, Membership, Term
 from baton.registry.desired import (
@@ -33,12 +34,17 @@ from baton.registry.desired import (
 from router.live_requests import LiveRequests
 from router.operations.cluster_events import EventRing
 from router.operations.live_history import RouterTotals
+from router.operations.plan_report import plan_figures, plan_report
+from router.operations.scaler_calls import ScalerCalls
 from router.operations.steering import Steering
 from router.placement.view import ClusterView
 from router.planner.law import LawSettings, PressureLaw
-from router.planner.moves import ENDS, Cordon, Evacuate, Flip, MoveBook, MoveEffect, MoveEnded, MoveState, Uncordon
+from router.planner.moves import Cordon, Evacuate, Flip, Forget, MoveEnded, MoveState, Uncordon
 from router.planner.observation import meter_requests, observe
-from router.planner.planner import Plan, Planner
+from router.planner.planner import Plan, PlanEffect, Planner
+from router.planner.scaling import GrowthEnded, GrowthState, Observe
+from router.planner.size import SizeSettings
+from router.scalers.scaler import Scaler
 from router.timers import Timers, sleep_until
 
 _log = logging.getLogger(__name__)
@@ -46,8 +52,6 @@ _log = logging.getLogger(__name__)
 TICK_S = 1.0
 FORGET_S = 3600.0
 _CONFIRM_S = LEAD_S / 3
-_MOST_SHOWN = 1e6
-"""The pressure that is shown where a role has no node."""
 
 
 class PlannerMode(Enum):
@@ -59,9 +63,10 @@ class PlannerMode(Enum):
     ON = "on"
 
 
-def planner_of(mode: PlannerMode, goal: float) -> Planner:
+def planner_of(mode: PlannerMode, goal: float, size: SizeSettings) -> Planner:
     """A planner by the router's own law. `goal`: the share of requests that are to keep their targets."""
-    return Planner(acts=mode is PlannerMode.ON, law=PressureLaw(LawSettings(goal=goal)))
+    law = PressureLaw(LawSettings(goal=goal, size=size))
+    return Planner(acts=mode is PlannerMode.ON, law=law, most_nodes=size.max_nodes)
 
 
 class Planning:
@@ -79,9 +84,11 @@ class Planning:
         events: EventRing,
         planner: Planner,
         evacuate: Callable[[str, str], None] = lambda name, incarnation: None,
+        scaler: Scaler | None = None,
     ) -> None:
         """`incarnation`: this router's. `evacuate`: lets the streams of a node, by its name and incarnation, go on
-        elsewhere; by default they end where they are.
+        elsewhere; by default they end where they are. `scaler`: changes the number of nodes, for a planner that decides
+        on it.
         """
         self.planner = planner
         self.term: Term | None = None
@@ -97,7 +104,8 @@ class Planning:
         self._timers = timers
         self._events = events
         self._evacuate = evacuate
-        self._due: deque[MoveEffect | DesiredChange] = deque()
+        self._calls = None if scaler is None else ScalerCalls(scaler, timers)
+        self._due: deque[PlanEffect | DesiredChange] = deque()
         """What is still to be carried out."""
         self._confirm_at = 0.0
         self._last_error = ""
@@ -126,6 +134,8 @@ class Planning:
                 await self.tick()
                 await sleep_until(self._timers, self._timers.monotonic() + TICK_S)
         finally:
+            if self._calls is not None:
+                await self._calls.close()
             await self._resign()
 
     async def tick(self) -> None:
@@ -135,6 +145,7 @@ class Planning:
             await self._lead(now)
             if self.term is None:
                 return
+            self._take_answer(now)
             await self._perform_due(self.term)
             self._forget_names(now)
             desired = self._steering.desired
@@ -143,17 +154,17 @@ class Planning:
             plan = self.planner.tick(seen, now)
             if plan.verdict is not None or plan.why_not:
                 self.plan = plan
-            for move in plan.started:
-                reason = "PlanMoved" if self._mode is PlannerMode.ON else "PlanAdvised"
-                self._events.record(reason, move.name, incarnation=move.incarnation, detail=move.told)
+            self._tell(plan)
             self._due.extend(plan.effects)
             await self._perform_due(self.term)
+            await self._ask_scaler(self.term, now)
             self._last_error = ""
         except NotLeader:
             self._step_down()
         except Unreachable as error:
             # Nothing is decided until the registry is back and this router leads again.
             self.term, self._confirm_at = None, now
+            self._give_up_call()
             if self._last_error != str(error):
                 self._last_error = str(error)
                 self._events.record("PlannerStopped", detail=str(error), is_warning=True)
@@ -177,7 +188,8 @@ class Planning:
         """Another router leads: its planner has moves of its own."""
         self.term = None
         self._due.clear()
-        self.planner.book = MoveBook()
+        self._give_up_call()
+        self.planner.forget()
 
     async def _resign(self) -> None:
         term, self.term = self.term, None
@@ -192,7 +204,41 @@ class Planning:
             await self._perform(self._due[0], term)
             self._due.popleft()
 
-    async def _perform(self, effect: MoveEffect | DesiredChange, term: Term) -> None:
+    def _tell(self, plan: Plan) -> None:
+        """Tell operators of what begins."""
+        acts = self._mode is PlannerMode.ON
+        for move in plan.started:
+            reason = "PlanMoved" if acts else "PlanAdvised"
+            self._events.record(reason, move.name, incarnation=move.incarnation, detail=move.told)
+        for growth in plan.grown:
+            self._events.record("PlanGrown" if acts else "PlanAdvised", f"pool {growth.pool}", detail=growth.told)
+
+    def _take_answer(self, now: float) -> None:
+        """Take the scaler's answer, if there is one."""
+        if self._calls is None or self.planner.scaling is None or (answered := self._calls.take()) is None:
+            return
+        before = self.planner.scaling.trouble
+        self._due.extend(self.planner.answered(*answered, now))
+        trouble = self.planner.scaling.trouble
+        if trouble and trouble != before:
+            self._events.record("ScalerFailed", detail=trouble, is_warning=True)
+        elif before and not trouble:
+            self._events.record("ScalerBack")
+
+    async def _ask_scaler(self, term: Term, now: float) -> None:
+        """Ask the scaler what is to be asked. Raises NotLeader instead of changing anything after the term."""
+        if self._calls is None or not self._calls.is_idle or (ask := self.planner.next_ask(now)) is None:
+            return
+        if not isinstance(ask, Observe) and await self._membership.lead(self._incarnation) != term:
+            raise NotLeader(f"the term {term.number} has ended before the scaler was {ask.told}")
+        self._calls.start(ask)
+
+    def _give_up_call(self) -> None:
+        if self._calls is not None and self.planner.scaling is not None:
+            self._calls.cancel()
+            self.planner.scaling.forget_sizes()
+
+    async def _perform(self, effect: PlanEffect | DesiredChange, term: Term) -> None:
         write = self._steering.write
         match effect:
             case DesiredChange():
@@ -205,6 +251,15 @@ class Planning:
                 self._evacuate(name, incarnation)
             case Flip(name, _, role):
                 await write(plan_role(name, "prefill" if role.value == "prefill" else "decode"), term)
+            case Forget(name):
+                await write(forget_planned([name]), term)
+            case GrowthEnded(growth):
+                self._events.record(
+                    f"Growth{growth.state.value.capitalize()}",
+                    f"pool {growth.pool}",
+                    detail=f"{growth.told}; it took {self._timers.monotonic() - growth.began_at:.1f} s",
+                    is_warning=growth.state is not GrowthState.SETTLED,
+                )
             case MoveEnded(move):
                 self._events.record(
                     f"Move{move.state.value.capitalize()}",
@@ -225,64 +280,12 @@ class Planning:
 
     def report(self) -> PlanReport:
         """What was decided last, for operators."""
-        plan = self.plan
-        if self.term is None or plan is None:
-            return PlanReport(self._mode.value, self.term is not None, self._last_error)
-        moves = self._moves_of(self._timers.monotonic())
-        if plan.verdict is None or plan.situation is None:
-            return PlanReport(self._mode.value, leads=True, reason=plan.why_not, moves=moves)
-        verdict, situation = plan.verdict, plan.situation
-        return PlanReport(
-            mode=self._mode.value,
-            leads=True,
-            reason=verdict.reason,
-            prefill_nodes=situation.num_prefill,
-            decode_nodes=situation.num_decode,
-            wanted_prefill_nodes=verdict.num_prefill,
-            wanted_decode_nodes=verdict.num_nodes - verdict.num_prefill,
-            prefill_pressure=min(verdict.now.prefill, _MOST_SHOWN),
-            decode_pressure=min(verdict.now.decode, _MOST_SHOWN),
-            wanted_prefill_pressure=verdict.then.prefill,
-            wanted_decode_pressure=verdict.then.decode,
-            requests_per_s=situation.load.requests_per_s,
-            prompt_tokens=situation.load.prompt_tokens,
-            output_tokens=situation.load.output_tokens,
-            attained=situation.attained.share,
-            moves=moves,
-        )
-
-    def _moves_of(self, now: float) -> tuple[PlannedMove, ...]:
-        book = self.planner.book
-        return tuple(
-            PlannedMove(
-                move.name,
-                move.origin.value,
-                move.to.value,
-                move.state.value,
-                move.reason,
-                now - move.began_at,
-                (now if move.ended_at is None else move.ended_at) - move.began_at,
-            )
-            for move in reversed([*book.ended, *book.moves])
-        )
+        now, leads = self._timers.monotonic(), self.term is not None
+        return plan_report(self.planner, self.plan, self._mode.value, leads=leads, why_not=self._last_error, now=now)
 
     def figures(self) -> Iterator[Figure]:
         """The metrics, for the metrics page."""
-        yield Figure("planner_leads", "Whether this router plans moves.", float(self.term is not None), {})
-        report = self.report()
-        text = (
-            "How busy the nodes of a role are with the load that is expected; 1: fully; 0 at routers that don't plan."
-        )
-        for role, pressure in (("prefill", report.prefill_pressure), ("decode", report.decode_pressure)):
-            yield Figure("planner_pressure", text, pressure, {"role": role})
-        text = "Nodes of a role that the planner wants; 0 at routers that don't plan."
-        for role, count in (("prefill", report.wanted_prefill_nodes), ("decode", report.wanted_decode_nodes)):
-            yield Figure("planner_nodes_wanted", text, count, {"role": role})
-        text = "Moves of nodes to a role that have ended, by how."
-        for to, end in product(Role, ENDS):
-            yield Figure(
-                "planner_moves_total", text, self.planner.book.num_ended[to, end], {"to": to.value, "end": end.value}
-            )
+        return plan_figures(self.planner, self.report())
 
 
 def _planned_names(desired: DesiredState) -> frozenset[str]:

@@ -80,6 +80,11 @@ class Capacity:
     first_token_ms: float = USUAL_TARGET_MS
     """Within this time prompts are to be computed."""
 
+    @property
+    def idle_pressure(self) -> float:
+        """The pressure that is left with any number of nodes: a stream alone has its time per token, too."""
+        return self.decode.rates.step_ms / self.decode.rates.tokens / self.token_ms
+
     def pressure(self, prompts: OfferedLoad, streams: OfferedLoad, num_prefill: int, num_decode: int) -> Pressure:
         """The pressure with so many nodes of each role.
 

@@ -18,7 +18,7 @@ from baton.messages.node import Role
 from baton.values import value
 from router.planner.capacity import Capacity, Pressure
 from router.planner.demand import Attained, OfferedLoad
-from router.planner.size import SizeLaw, SizeSettings
+from router.planner.size import PoolState, Size, SizeLaw, SizeSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,9 @@ class Situation:
     """Nodes of each role, once all moves have ended."""
     num_decode: int
     attained: Attained = Attained()
+    pools: PoolState = PoolState.UNSCALED
+    num_coming: int = 0
+    """Nodes that are to be and don't serve yet."""
 
     @property
     def num_nodes(self) -> int:
@@ -65,7 +68,7 @@ class Verdict:
     """What the law wants, and the numbers for which it does."""
 
     num_prefill: int
-    """Prefill nodes of the division that it found best."""
+    """Prefill nodes of the division of the present nodes that it found best."""
     now: Pressure
     """The pressure with the division as it is."""
     then: Pressure
@@ -76,8 +79,12 @@ class Verdict:
     """So many nodes may move at a time."""
     reason: str
     """Why, for people."""
-    num_nodes: int
+    size: Size
     """The nodes that are wanted altogether."""
+    wanted_prefill: int
+    """Prefill nodes of the best division of these."""
+    wanted: Pressure
+    """The pressure with that."""
 
 
 class Law(Protocol):
@@ -131,6 +138,15 @@ class PressureLaw:
         found = pressure(at, situation.num_nodes) if 0 < at < situation.num_nodes else Pressure(math.inf, math.inf)
         best, then = best_of(situation.num_nodes)
         reason, acts = self._why(found, then, best - at, now)
+        count = situation.num_nodes + situation.num_coming
+        idle = situation.capacity.idle_pressure
+
+        def lowerable(num_nodes: int) -> float:
+            """The pressure between what no number of nodes lowers (0) and all that nodes sustain (1)."""
+            return 0.0 if idle >= 1.0 else max(0.0, best_of(num_nodes)[1].worst - idle) / (1.0 - idle)
+
+        size = self._size.decide(count, lowerable, now, situation.pools)
+        wanted_prefill, wanted = best_of(max(2, size.wanted))
         return Verdict(
             num_prefill=best,
             now=found,
@@ -138,7 +154,9 @@ class PressureLaw:
             towards=None if not acts else Role.PREFILL if best > at else Role.DECODE,
             most_moves=2 if found.worst > settings.rush else 1,
             reason=reason,
-            num_nodes=self._size.decide(situation.num_nodes, lambda count: best_of(count)[1].worst, now),
+            size=size,
+            wanted_prefill=wanted_prefill,
+            wanted=wanted,
         )
 
     def _why(self, found: Pressure, then: Pressure, more_prefill: int, now: float) -> tuple[str, bool]:

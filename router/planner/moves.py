@@ -1,20 +1,24 @@
-"""The moves of nodes between roles: what each is waiting for, and the bounds that all of them keep. Pure.
+"""The moves of nodes between roles, or out of the cluster: what each waits for, and what bounds all of them. Pure.
 
     PLANNED     a node is chosen
     CORDONED    it gets no new requests
     EVACUATING  its streams go to other nodes, or end
     FLIPPING    it takes its new role
     WARMING     it is back, and gets a growing share of the load
-    SETTLED     it has its full share
-    CANCELLED   the node is not to move any more: it was uncordoned before it flipped
-    FAILED      the node is gone, or does not come back
+    ASKING      whoever runs the nodes is to take it away
+    LEAVING     that was accepted, and the node ends
+    SETTLED     it has its full share, or is gone
+    CANCELLED   the node is not to move any more: it was uncordoned before it flipped, or nobody takes it away
+    FAILED      the node is gone, does not come back, or does not go
 
 Rules, which `start` and `follow` keep:
 
 1. The last ready node of a role never moves, and a move that would leave its role without one is cancelled.
 2. A node moves at most once in REST_S.
 3. A node that operators have cordoned or given a role is theirs.
-4. What a node has not finished within EVACUATE_S is left to the change of role, which gives it back to routers.
+4. What a node has not finished within EVACUATE_S is left to the change of role, which gives it back to routers, or to
+   the end of the node, which drains as always.
+5. A node that nobody takes away rests for REFUSED_REST_S.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Final, TypeAlias
 
 from cachetools import FIFOCache
@@ -35,6 +39,11 @@ REST_S = 60.0
 EVACUATE_S = 20.0
 FLIP_S = 120.0
 """A node that is not back with its new role after so many seconds has failed to move: it may have to load a model."""
+ASK_S = 120.0
+"""After so many seconds a change of the number of nodes that was not accepted is given up."""
+LEAVE_S = 300.0
+"""A node that is still there so many seconds after it was taken away has failed to go."""
+REFUSED_REST_S = 3600.0
 WARM_S = 5.0
 """As long as a newcomer's share of the load grows."""
 _MOST_RESTING = 10_000
@@ -50,6 +59,8 @@ class MoveState(enum.Enum):
     EVACUATING = "evacuating"
     FLIPPING = "flipping"
     WARMING = "warming"
+    ASKING = "asking"
+    LEAVING = "leaving"
     SETTLED = "settled"
     CANCELLED = "cancelled"
     FAILED = "failed"
@@ -65,6 +76,8 @@ class MoveEvent(enum.Enum):
     """The node has nothing left to do."""
     LATE = "late"
     """It has taken too long."""
+    MAY_GO = "may_go"
+    """The node is to be taken away, and has nothing left to do or has taken too long."""
     BACK = "back"
     """The node is attached with its new role."""
     WARM = "warm"
@@ -72,6 +85,10 @@ class MoveEvent(enum.Enum):
     """The node is needed where it is."""
     LOST = "lost"
     """The node is gone."""
+    ACCEPTED = "accepted"
+    """Whoever runs the nodes takes it away."""
+    REFUSED = "refused"
+    """They don't."""
 
 
 _S, _E = MoveState, MoveEvent
@@ -81,12 +98,20 @@ MOVE_TABLE: Final[dict[tuple[MoveState, MoveEvent], MoveState]] = {
     (_S.CORDONED, _E.CORDON_SEEN): _S.EVACUATING,
     (_S.EVACUATING, _E.EMPTY): _S.FLIPPING,
     (_S.EVACUATING, _E.LATE): _S.FLIPPING,
+    (_S.EVACUATING, _E.MAY_GO): _S.ASKING,
     (_S.FLIPPING, _E.BACK): _S.WARMING,
     (_S.FLIPPING, _E.LATE): _S.FAILED,
     (_S.WARMING, _E.WARM): _S.SETTLED,
+    (_S.ASKING, _E.ACCEPTED): _S.LEAVING,
+    (_S.ASKING, _E.REFUSED): _S.CANCELLED,
+    (_S.ASKING, _E.LATE): _S.FAILED,
+    (_S.LEAVING, _E.LOST): _S.SETTLED,
+    (_S.LEAVING, _E.LATE): _S.FAILED,
     **{(state, _E.TURNED): _S.CANCELLED for state in _MAY_TURN},
     **{(state, _E.LOST): _S.FAILED for state in (*_MAY_TURN, _S.WARMING)},
 }
+OUT: Final = "none"
+"""What people read in place of the role to which a node moves that is taken away."""
 ENDS: Final = (_S.SETTLED, _S.CANCELLED, _S.FAILED)
 
 
@@ -139,19 +164,27 @@ class Uncordon:
 
 
 @value(frozen=True, slots=True)
+class Forget:
+    """Forget what was planned for a node that is gone for good: another one may get its name."""
+
+    name: str
+
+
+@value(frozen=True, slots=True)
 class MoveEnded:
     """A move has ended: tell operators."""
 
     move: Move
 
 
-MoveEffect: TypeAlias = Cordon | Evacuate | Flip | Uncordon | MoveEnded
+MoveEffect: TypeAlias = Cordon | Evacuate | Flip | Uncordon | Forget | MoveEnded
 
 
 class Move:
-    """The move of one node to another role."""
+    """The move of one node to another role, or out of the cluster."""
 
-    def __init__(self, node: PlannedNode, to: Role, reason: str, now: float) -> None:
+    def __init__(self, node: PlannedNode, to: Role | None, reason: str, now: float) -> None:
+        """`to`: None: the node is to be taken away."""
         self.name = node.name
         self.incarnation = node.incarnation
         self.origin = node.role
@@ -169,7 +202,7 @@ class Move:
     @property
     def told(self) -> str:
         """What moves and why, for people."""
-        return f"{self.origin.value} to {self.to.value}: {self.reason}"
+        return f"{self.origin.value} to {OUT if self.to is None else self.to.value}: {self.reason}"
 
     @property
     def may_turn(self) -> bool:
@@ -185,12 +218,13 @@ class Move:
             case MoveState.EVACUATING:
                 return (Evacuate(self.name, self.incarnation),)
             case MoveState.FLIPPING:
+                assert self.to is not None
                 return (Flip(self.name, self.incarnation, self.to),)
             case MoveState.WARMING:
                 return (Uncordon(self.name),)
             case MoveState.SETTLED:
                 self.ended_at = now
-                return (MoveEnded(self),)
+                return (MoveEnded(self),) if self.to is not None else (Forget(self.name), MoveEnded(self))
             case MoveState.CANCELLED | MoveState.FAILED:
                 self.ended_at = now
                 return (Uncordon(self.name), MoveEnded(self))
@@ -204,6 +238,9 @@ class Move:
                 self.incarnation = node.incarnation
                 return MoveEvent.BACK
             return MoveEvent.LATE if in_state_s >= FLIP_S else None
+        if self.state is MoveState.ASKING:
+            # A node that ends now may have been taken away by a call whose answer is not known.
+            return MoveEvent.LATE if in_state_s >= ASK_S else None
         if node is None or node.incarnation != self.incarnation:
             return MoveEvent.LOST
         if self.may_turn and node.is_operators:
@@ -214,11 +251,13 @@ class Move:
             case MoveState.CORDONED if in_state_s >= settle_s:
                 return MoveEvent.CORDON_SEEN
             case MoveState.EVACUATING if node.is_idle:
-                return MoveEvent.EMPTY
+                return MoveEvent.EMPTY if self.to is not None else MoveEvent.MAY_GO
             case MoveState.EVACUATING if in_state_s >= EVACUATE_S:
-                return MoveEvent.LATE
+                return MoveEvent.LATE if self.to is not None else MoveEvent.MAY_GO
             case MoveState.WARMING if in_state_s >= WARM_S:
                 return MoveEvent.WARM
+            case MoveState.LEAVING if in_state_s >= LEAVE_S:
+                return MoveEvent.LATE
         return None
 
 
@@ -231,8 +270,8 @@ class MoveBook:
         self._rests_until: FIFOCache[str, float] = FIFOCache(_MOST_RESTING)
         self.ended: list[Move] = []
         """The latest that ended, the oldest first."""
-        self.num_ended: Counter[tuple[Role, MoveState]] = Counter()
-        """By the role to which nodes moved, and how that ended."""
+        self.num_ended: Counter[tuple[Role | None, MoveState]] = Counter()
+        """By the role to which nodes moved (None: out), and how that ended."""
 
     @property
     def moves(self) -> Sequence[Move]:
@@ -247,7 +286,7 @@ class MoveBook:
     def counts(self, nodes: Iterable[PlannedNode]) -> Mapping[Role, int]:
         """The ready nodes of each role once all moves have ended."""
         counts = Counter(node.role for node in nodes if node.is_ready and node.name not in self._open)
-        counts.update(move.to for move in self._open.values())
+        counts.update(move.to for move in self._open.values() if move.to is not None)
         return counts
 
     def start(self, to: Role, nodes: Sequence[PlannedNode], reason: str, now: float) -> Move | None:
@@ -263,10 +302,58 @@ class MoveBook:
         move = self._open[node.name] = Move(node, to, reason, now)
         return move
 
+    def start_removal(
+        self, nodes: Sequence[PlannedNode], only: Set[str], pressure: Mapping[Role, float], reason: str, now: float
+    ) -> Move | None:
+        """Begin to take a node away; None: none may go. Its effects come from `follow`.
+
+        `only`: the names of those that can; empty: any. `pressure`: what is left without a node of each role that may
+        lose one; the node whose lack is felt least goes.
+        """
+        counts = Counter(node.role for node in nodes if node.is_ready and node.name not in self._open)
+        able = [
+            node
+            for node in nodes
+            if node.is_ready
+            and node.name not in self._open
+            and not node.is_operators
+            and node.role in pressure
+            and counts[node.role] > 1
+            and now >= self._rests_until.get(node.name, -math.inf)
+            and (not only or node.name in only)
+        ]
+        if not able:
+            return None
+        node = min(able, key=lambda one: (pressure[one.role], one.work, one.name))
+        move = self._open[node.name] = Move(node, None, reason, now)
+        return move
+
+    @property
+    def to_ask(self) -> Sequence[str]:
+        """The nodes that are emptied, and that are to be taken away."""
+        return [name for name, move in self._open.items() if move.state is MoveState.ASKING]
+
+    def answered(self, name: str, event: MoveEvent, now: float) -> Sequence[MoveEffect]:
+        """Take what became of the call that is to take a node away."""
+        move = self._open.get(name)
+        if move is None or move.state is not MoveState.ASKING:
+            return ()
+        effects = self._feed(move, event, now)
+        if event is MoveEvent.REFUSED:
+            self._rests_until[name] = now + REFUSED_REST_S
+        return effects
+
     def turn(self, to: Role, now: float) -> Sequence[MoveEffect]:
         """Cancel the latest move away from a role, if one can still be cancelled. Empty: there is none."""
         for move in reversed(self._open.values()):
             if move.origin is to and move.may_turn:
+                return self._feed(move, MoveEvent.TURNED, now)
+        return ()
+
+    def keep(self, now: float) -> Sequence[MoveEffect]:
+        """Keep a node that was to be taken away, if one still can be kept. Empty: there is none."""
+        for move in self._open.values():
+            if move.to is None and move.may_turn:
                 return self._feed(move, MoveEvent.TURNED, now)
         return ()
 

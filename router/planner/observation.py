@@ -31,7 +31,12 @@ def observe(
     `cordoned` and `assigned`: names of nodes that operators have cordoned, or given a role. `settle_s`: within so many
     seconds all routers know that a node is cordoned.
     """
-    nodes = [(node, node.description) for node in view.attached_nodes() if node.description is not None]
+    # An encode node has its model's encoder alone: it neither moves nor sustains tokens.
+    nodes = [
+        (node, node.description)
+        for node in view.attached_nodes()
+        if node.description is not None and node.description.role is not Role.ENCODE
+    ]
     usual = {one.incarnation: requests.placer.usual_rates(one.incarnation) for _, one in nodes}
     target = requests.placer.target
     knows_both = all(one.num_prompt_steps and one.num_decode_steps for one in usual.values())
@@ -41,6 +46,7 @@ def observe(
         num_steps=min((one.num_steps for one in usual.values()), default=0) if knows_both else 0,
         backlog=_backlog(view.candidates(), requests.num_waiting),
         settle_s=settle_s,
+        encoder_inputs=[encoder.load for encoder in view.encoders()],
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from baton.values import value
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,28 @@ class SizeSettings:
     most_added_a_minute: int = 2
 
 
+class PoolState(enum.Enum):
+    """What is known of the pools of nodes when the number is decided."""
+
+    UNSCALED = "unscaled"
+    """Nobody can be told to change the number."""
+    BLIND = "blind"
+    """Their sizes are not known, or whoever runs them can't be asked at the moment: nothing is decided."""
+    CHANGING = "changing"
+    """Nodes start, leave, or move: the nodes that serve are not those that are to be."""
+    SETTLED = "settled"
+    """As many nodes serve as are to."""
+
+
+@value(frozen=True, slots=True)
+class Size:
+    """How many nodes are wanted, and what that changes."""
+
+    wanted: int
+    to_add: int = 0
+    to_remove: int = 0
+
+
 class SizeLaw:
     """Decides on the number of nodes."""
 
@@ -31,15 +56,32 @@ class SizeLaw:
         self._added_at: list[float] = []
         self._idle_since: float | None = None
 
-    def decide(self, num_nodes: int, pressure_with: Callable[[int], float], now: float) -> int:
-        """The number that is wanted. `pressure_with`: the pressure with so many nodes, in their best division."""
-        settings = self._settings
+    def decide(
+        self,
+        num_nodes: int,
+        pressure_with: Callable[[int], float],
+        now: float,
+        pools: PoolState = PoolState.UNSCALED,
+    ) -> Size:
+        """The number that is wanted. `pressure_with`: the pressure with so many nodes, in their best division.
+
+        `num_nodes`: the nodes that there are or that start. Where the pools are settled this is the number to begin
+        from, whoever has changed it, and only then a node is taken away.
+        """
+        settings, wanted = self._settings, self._wanted
         if settings.max_nodes is None:
-            return num_nodes
+            return Size(num_nodes)
+        if wanted is None or pools is PoolState.SETTLED:
+            if wanted != num_nodes:
+                self._idle_since = None
+            wanted = num_nodes
+        if pools is PoolState.BLIND:
+            return Size(wanted)
+        may_remove = pools is not PoolState.CHANGING
         least, most = max(2, settings.min_nodes), max(2, settings.max_nodes)
-        wanted = min(most, max(least, num_nodes if self._wanted is None else self._wanted))
+        before, wanted = wanted, min(most, max(least, wanted))
+        bounded = wanted
         self._added_at = [at for at in self._added_at if now < at + 60.0]
-        before = wanted
         while (
             wanted < most
             and len(self._added_at) < settings.most_added_a_minute
@@ -47,11 +89,11 @@ class SizeLaw:
         ):
             wanted += 1
             self._added_at.append(now)
-        if wanted > before or wanted == least or pressure_with(wanted - 1) >= settings.idle_pressure:
+        if wanted > bounded or wanted == least or pressure_with(wanted - 1) >= settings.idle_pressure:
             self._idle_since = None
         elif self._idle_since is None:
             self._idle_since = now
-        elif now >= self._idle_since + settings.idle_s:
+        elif may_remove and now >= self._idle_since + settings.idle_s:
             wanted, self._idle_since = wanted - 1, now
         self._wanted = wanted
-        return wanted
+        return Size(wanted, max(0, wanted - before), max(0, before - wanted) * may_remove)

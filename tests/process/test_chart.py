@@ -87,6 +87,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**OPEN, "nodes": {"kind": "DisaggregatedSet"}, "scaler": {"enabled": True}},
         "scaler.enabled: a DisaggregatedSet can't be scaled",
     ),
+    "routers that scale by no planner": (
+        {**OPEN, "scaler": {"enabled": True}, "router": {"flags": {"planner": "on"}}},
+        "scaler.enabled: router.flags needs max-nodes",
+    ),
     "scaled by two": (
         {**OPEN, "scaler": {"enabled": True}, "decode": {"autoscaling": {"kind": "ScaledObject"}}},
         "decode.autoscaling.kind: with scaler.enabled routers change the number of nodes",
@@ -216,10 +220,16 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "Deployment scaled by routers": {
         **OPEN,
+        "router": {"flags": {"planner": "on", "max-nodes": 9}},
         "scaler": {"enabled": True},
         "serviceAccount": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/r"}},
     },
-    "LeaderWorkerSet scaled by routers": {**OPEN, "nodes": {"kind": "LeaderWorkerSet"}, "scaler": {"enabled": True}},
+    "LeaderWorkerSet scaled by routers": {
+        **OPEN,
+        "nodes": {"kind": "LeaderWorkerSet"},
+        "router": {"flags": {"planner": "advise", "max-nodes": 9}},
+        "scaler": {"enabled": True},
+    },
     "open to clients": {
         **SAFE,
         "gateway": {
@@ -654,6 +664,10 @@ def test_routers_alone_get_the_rights_to_scale_and_no_others(answers: dict[str, 
     }
     workloads = [each for each in found if each["kind"] == kind and each["metadata"]["name"].endswith("code")]
     assert ["replicas" in each["spec"] for each in workloads] == [False]
+    (router,) = pods(found)["router"]["containers"]
+    text = router["args"][router["args"].index("--scaler") + 1]
+    plural = f"{kind.lower()}s"
+    assert text == f"kubernetes:prefill={plural}/demo-baton-prefill,decode={plural}/demo-baton-decode"
 
 
 def test_nothing_is_scaled_or_exposed_unless_asked_for(answers: dict[str, Any]) -> None:

@@ -14,9 +14,10 @@ from baton.registry import DesiredState
 from router.planner.capacity import Pressure
 from router.planner.demand import DemandMeter, OfferedLoad
 from router.planner.law import PressureLaw, Situation, Verdict
-from router.planner.moves import Cordon, Flip, MoveEffect, MoveState, Uncordon
+from router.planner.moves import OUT, Cordon, Flip, MoveState, Uncordon
 from router.planner.observation import meter_requests, observe
-from router.planner.planner import Planner
+from router.planner.planner import PlanEffect, Planner
+from router.planner.size import Size
 
 _TICK_S = 0.5
 _NOBODY: frozenset[str] = frozenset()
@@ -75,7 +76,7 @@ class SimulatedPlanner:
                 {
                     "at_s": now,
                     "node": move.name,
-                    "to": move.to.value,
+                    "to": OUT if move.to is None else move.to.value,
                     "reason": move.reason,
                     "num_prefill": None if plan.verdict is None else plan.verdict.num_prefill,
                 }
@@ -86,7 +87,7 @@ class SimulatedPlanner:
             if move.state is MoveState.EVACUATING:
                 self._router.evacuate(self._fleet.nodes[move.name])
 
-    def _perform(self, effect: MoveEffect) -> None:
+    def _perform(self, effect: PlanEffect) -> None:
         match effect:
             case Cordon(name):
                 self._cordon(name)
@@ -150,7 +151,9 @@ class DynamoLaw:
             towards=None if not acts else Role.PREFILL if best > at else Role.DECODE,
             most_moves=count,
             reason="its interval is over",
-            num_nodes=count,
+            size=Size(count),
+            wanted_prefill=best,
+            wanted=pressure(best),
         )
 
 

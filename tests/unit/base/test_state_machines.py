@@ -29,6 +29,7 @@ from kv_transfer.sender.lease_values import LEASE_TABLE, LeaseEvent, LeaseState
 from router.flight.flight_table import FLIGHT_TABLE, FlightState, FlightStep
 from router.placement.breaker import BREAKER_TABLE, BreakerState, BreakerStep
 from router.planner.moves import MOVE_TABLE, MoveEvent, MoveState
+from router.planner.scaling import GROWTH_TABLE, GrowthEvent, GrowthState
 
 Table = Mapping[Any, Any]
 MACHINES: dict[str, tuple[Table, type[enum.Enum], list[enum.Enum]]] = {
@@ -36,6 +37,7 @@ MACHINES: dict[str, tuple[Table, type[enum.Enum], list[enum.Enum]]] = {
     "flight": (FLIGHT_TABLE, FlightState, [*FlightStep]),
     "breaker": (BREAKER_TABLE, BreakerState, [*BreakerStep]),
     "move": (MOVE_TABLE, MoveState, [*MoveEvent]),
+    "growth": (GROWTH_TABLE, GrowthState, [*GrowthEvent]),
     "attempt": (ATTEMPT_TABLE, AttemptState, [*AttemptEvent]),
     "lease": (LEASE_TABLE, LeaseState, [*LeaseEvent]),
     "probe": (PROBE_TABLE, ProbeState, [*ProbeEvent]),

@@ -30,6 +30,7 @@ from tests.support.parsed_flags import config_from_flags
 ROOT = Path(__file__).parents[3]
 configuration: Any = vars(load_script("configuration"))
 REQUIRED = {"role": "decode", "node_id": "n", "router_id": "r", "registry": "redis://r"}
+SCALED = ("scaler", "max_nodes")
 TLS = ("tls_cert", "tls_key", "tls_ca")
 PER_PROCESS = {"threads", "metrics_port", "grpc_port", "http_port"}
 """Settings of which `baton up` gives each process a value of its own, derived from its own one."""
@@ -42,6 +43,7 @@ SPECIAL: dict[str, Any] = {
     "prefill_block_size": 48,
     "lora_dir": "/given/adapters,/given/more",
     "lora_modules": "one=/given/one,two=/given/two",
+    "max_nodes": 37,
     "preemption_mode": "auto",
     "speculative_config": '{"method": "grammar"}',
     "goal_attainment": 0.25,
@@ -87,6 +89,8 @@ def texts_with(model: type[BaseModel], setting: Setting) -> dict[str, str]:
     given = {key: text for key, text in REQUIRED.items() if key in model.model_fields}
     if setting.key in TLS:
         given |= dict.fromkeys(TLS, "/given/path")
+    if setting.key in SCALED:
+        given |= {"planner": "on", "scaler": "given", "max_nodes": "37"}
     return given | {setting.key: value_text(another(setting))}
 
 

@@ -114,9 +114,9 @@ async def test_logs_that_are_too_large_rotate(bench: Bench) -> None:
 
 
 async def test_processes_start_become_ready_and_stop_in_order(bench: Bench) -> None:
-    names = {"prefill-0": "prefill", "decode-0": "decode", "router-0": "router"}
+    names = {"prefill-0": "prefill", "decode-0": "decode", "encode-0": "encode", "router-0": "router"}
     async with bench.running(*(bench.child(name, role=role) for name, role in names.items())) as state:
-        assert [p.status for p in state.processes] == ["Ready"] * 3
+        assert [p.status for p in state.processes] == ["Ready"] * 4
         assert process(state, "decode-0").incarnation == f"decode-0.{process(state, 'decode-0').pid}"
         assert (state.grpc_address, state.operator_address) == ("127.0.0.1:4321", "127.0.0.1:4322")
         assert bench.run_dir.read_state() == state

@@ -30,7 +30,7 @@ from router.planner.moves import (
     Uncordon,
 )
 from router.planner.planner import LEAST_STEPS, PERIOD_S, Backlog, Observation, Planner
-from router.planner.size import SizeLaw, SizeSettings
+from router.planner.size import PoolState, Size, SizeLaw, SizeSettings
 
 P, D = Role.PREFILL, Role.DECODE
 _NODE = NodeCapacity(StepRates(20.0, 0.1, 0.05, 6e-4), chunk=2048, kv_tokens=48_000)
@@ -131,13 +131,22 @@ def test_the_role_that_misses_the_targets_counts_as_busier() -> None:
 def test_nodes_are_added_at_once_and_taken_back_late() -> None:
     law = SizeLaw(SizeSettings(max_nodes=8))
     # Each node takes an equal part of a load that keeps four of them busy.
-    assert law.decide(4, lambda count: 4.0 / count, 0.0) == 5
-    assert law.decide(4, lambda count: 8.0 / count, 5.0) == 6
-    assert law.decide(4, lambda count: 8.0 / count, 10.0) == 6  # no more than two in a minute
-    assert law.decide(6, lambda count: 8.0 / count, 65.0) == 8
-    assert law.decide(8, lambda count: 8.0 / count, 130.0) == 8
-    idle = [law.decide(8, lambda count: 4.0 / count, at) for at in (200.0, 499.0, 500.0, 505.0, 900.0)]
+    assert law.decide(4, lambda count: 4.0 / count, 0.0) == Size(5, to_add=1)
+    assert law.decide(4, lambda count: 8.0 / count, 5.0) == Size(6, to_add=1)
+    assert law.decide(4, lambda count: 8.0 / count, 10.0) == Size(6)  # no more than two in a minute
+    assert law.decide(6, lambda count: 8.0 / count, 65.0) == Size(8, to_add=2)
+    assert law.decide(8, lambda count: 8.0 / count, 130.0) == Size(8)
+    idle = [law.decide(8, lambda count: 4.0 / count, at).wanted for at in (200.0, 499.0, 500.0, 505.0, 900.0)]
     assert idle == [8, 8, 7, 7, 7]  # six would be too busy
+
+
+@pytest.mark.parametrize("token_ms", [80.0, 25.0, 21.0, 19.0])
+def test_nodes_that_would_not_help_are_not_wanted(token_ms: float) -> None:
+    law = PressureLaw(LawSettings(size=SizeSettings(max_nodes=8)))
+    load = replace(CHATS, requests_per_s=0.001)
+    situation = _situation(load, 2, 2, capacity=replace(_CAPACITY, token_ms=token_ms), pools=PoolState.SETTLED)
+    assert law.decide(situation, 0.0).size == Size(4)
+    assert law.decide(situation, 400.0).size == Size(3, to_remove=1)
 
 
 def _reach(book: MoveBook, move: Move, state: MoveState, nodes: Sequence[PlannedNode], now: float) -> list[MoveEffect]:

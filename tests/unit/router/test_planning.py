@@ -8,7 +8,7 @@ from dataclasses import replace
 from random import Random
 
 from baton.cli.commands.get_plan import roles_of
-from baton.messages.node import LoadReport, NodeDescription, StepFigures, StepReport
+from baton.messages.node import LoadReport, NodeDescription, Role, StepFigures, StepReport
 from baton.messages.operator import PlanReport
 from baton.registry.base import Term
 from baton.registry.desired import DesiredState, cordon, plan_cordon, set_role
@@ -21,7 +21,7 @@ from router.planner.demand import OfferedLoad
 from router.planner.moves import MoveState
 from router.planner.planner import Planner
 from tests.doubles.fake_registry import FakeRegistry
-from tests.support.router_parts import decode, prefill
+from tests.support.router_parts import decode, description, prefill
 from tests.unit.cli.test_steering_rules import Rig
 
 PROMPTS = OfferedLoad(20.0, 400.0, 400.0, 4.0, 402.0)
@@ -238,6 +238,27 @@ async def test_operators_are_told_the_numbers_of_the_last_decision() -> None:
             f"{report.prefill_pressure:.2f}",
             f"{report.wanted_prefill_pressure:.2f}",
         ]
+
+
+async def test_encode_nodes_do_not_move_and_have_a_pressure_of_their_own() -> None:
+    async with planned() as rig:
+        encoders = [description(name, Role.ENCODE) for name in ("a", "b")]
+        rig.attach(*encoders)
+        for node in encoders:
+            rig.view.reported(node.incarnation, LoadReport(running=1, waiting=8))
+        await rig.planning.tick()
+        # They have no rates, and the others move as they would without them.
+        assert [move.name for move in rig.planning.planner.book.moves] == ["d1"]
+        shown = {(f.name, f.labels.get("role")): f.value for f in rig.planning.figures()}
+        assert shown["planner_pressure", "encode"] == 0.9
+        assert (shown["planner_nodes", "encode"], shown["planner_nodes_wanted", "encode"]) == (2, 3)
+        assert rig.planning.report().reason.endswith("encode: pressure 0.90, 2 nodes, 3 wanted")
+        for node in encoders:
+            rig.view.reported(node.incarnation, LoadReport())
+        for _ in range(60):
+            rig.timers.advance(1.0)
+            await rig.planning.tick()
+        assert rig.planning.planner.encoders.wanted == 1
 
 
 async def test_requests_at_other_routers_are_demand() -> None:

@@ -50,6 +50,7 @@ _WRITE_AGAIN_S = 2.0
 _ROOM_FOR_FLAGS = 64
 """Bytes for the flags of descriptors, which a command line has once it is known which they are."""
 _NODE_IMPORTS = "baton.cli.cluster.supervisor.node_imports"
+NODE_ROLES = ("prefill", "decode", "encode")
 _STOP_GRACE_S = 5.0
 """Seconds in addition to the drain time after which a process that has not ended is killed."""
 
@@ -169,9 +170,10 @@ class ClusterSupervisor(Scaler):
             self._loop.add_signal_handler(number, self.stop)
         self._rotate_logs()
         try:
-            await self._start()
-            if not self._stop.is_set():
-                async with control_socket(self._run_dir.path / SOCKET_NAME, self):
+            # Routers look at the sizes of the pools as soon as they start.
+            async with control_socket(self._run_dir.path / SOCKET_NAME, self):
+                await self._start()
+                if not self._stop.is_set():
                     self._phase = "ready"
                     self._has_served = True
                     self._write()
@@ -233,7 +235,7 @@ class ClusterSupervisor(Scaler):
         check_pool(pool, self._plan.pools)
         for _ in range(nodes_to_add(pool, nodes, (await self.observe())[pool].want)):
             assert self._plan.plan_node is not None
-            number = sum(self._num_planned[role] for role in self._plan.pools)
+            number = sum(self._num_planned[role] for role in NODE_ROLES)
             spec = self._plan.plan_node(pool, self._num_planned[pool], number)
             self._num_planned[pool] += 1
             child = _Child(spec, self._run_dir.log(spec.name))
@@ -390,7 +392,7 @@ class ClusterSupervisor(Scaler):
             self._spawn(child)
 
     async def _stop_all(self) -> None:
-        order = (("router",), ("prefill", "decode"), ("redis",))
+        order = (("router",), NODE_ROLES, ("redis",))
         for roles in order:
             await asyncio.gather(*(self._end(child) for child in self._children if child.spec.role in roles))
 

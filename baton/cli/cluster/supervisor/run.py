@@ -145,6 +145,8 @@ def run_cluster(
             )
             config = pooling
         redis = None if config.registry else embedded_redis(directory.path)
+        if config.scaler == "local":
+            config = config.model_copy(update={"scaler": f"local:{directory.path.absolute()}"})
         plan = _plan(config, redis, file)
         directory.clear_logs()
     except BaseException:

@@ -47,6 +47,11 @@ A node on several hosts has one of its own, with the node's number in its name. 
 {{- end }}
 {{- end }}
 {{- if and .Values.scaler.enabled (eq .Values.nodes.kind "DisaggregatedSet") }}{{ fail "scaler.enabled: a DisaggregatedSet can't be scaled; use nodes.kind Deployment or LeaderWorkerSet" }}{{ end }}
+{{- if and .Values.scaler.enabled (not .Values.config) }}
+{{- range $flag := list "planner" "max-nodes" }}
+{{- if not (hasKey ($.Values.router.flags | default dict) $flag) }}{{ fail (printf "scaler.enabled: router.flags needs %s, by which routers decide on the number of nodes" $flag) }}{{ end }}
+{{- end }}
+{{- end }}
 {{- if .Values.gateway.enabled }}
 {{- if not .Values.gateway.parentRefs }}{{ fail "gateway.parentRefs: name the gateway that is to serve the routes" }}{{ end }}
 {{- if .Values.gateway.grpcHostnames }}
@@ -210,6 +215,15 @@ annotations:
 {{- /* Routers that change the number of nodes have an account of their own, so that nodes don't get its rights. */}}
 {{- define "baton.scalerAccount" -}}
 {{ include "baton.name" . }}-scaler
+{{- end }}
+
+{{- /* The workloads whose number of pods routers change. */}}
+{{- define "baton.scaler" -}}
+{{- $kind := ternary "leaderworkersets" "deployments" (eq .Values.nodes.kind "LeaderWorkerSet") }}
+{{- $name := include "baton.name" . | trim }}
+{{- $pools := list }}
+{{- range $role := without (splitList " " (include "baton.nodeRoles" .)) "encode" }}{{ $pools = append $pools (printf "%s=%s/%s-%s" $role $kind $name $role) }}{{ end }}
+{{- printf "kubernetes:%s" (join "," $pools) }}
 {{- end }}
 
 {{- define "baton.podSpec" -}}

@@ -29,6 +29,7 @@ from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.spec import TorchSpec
 from baton.security.authority import make_certificates
+from router.placement.reasons import MOVED
 from tests.oracle.test_token_exact import make_engine, run_all
 from tests.process.shell import BOUND_S, Shell, refusal
 from tests.process.test_by_hand import line_with
@@ -219,7 +220,10 @@ def test_a_stream_goes_on_elsewhere_when_a_host_is_killed_and_the_node_comes_aga
 
     streams = site.during_two_streams(end_decode)
     assert [tokens for tokens, _ in streams] == [wanted, wanted]
-    assert sorted((end.path.decode_node, end.path.attempts) for _, end in streams) == [("decode", 1), ("plain", 1)]
+    # The stream of the node that ends moves to the other one, which is on one host.
+    paths = sorted((end.path.decode_node, end.path.attempts, end.path.reason) for _, end in streams)
+    assert [path[:2] for path in paths] == [("plain", 1), ("plain", 2)]
+    assert paths[1][2] == MOVED.text
     assert [site.ended(f"decode-{rank}")[0] for rank in (0, 1)] == [0, 0]
 
 

@@ -31,7 +31,8 @@ class MoveSchedule(PullSchedule):
 
     happening_s = 4.0
     num_requests = 4, 8
-    longest_output = 40
+    longest_output = 32
+    """Tokens: behind the longest prompt, of 60, they fit in the smallest pool, of 24 blocks."""
     is_counting = False
 
     def _draw_kinds(self) -> tuple[int, int]:

@@ -30,7 +30,7 @@ class ExternalTokens:
     load_async: bool = False
     """The request must wait in WAITING_FOR_REMOTE_KVS until the transfer reports."""
     seen_from: int = 0
-    """Of a stream that is moved here: see `Request.seen_from`."""
+    """`Request.seen_from` of a stream that is moved here; 0: none is."""
 
 
 NO_EXTERNAL_TOKENS = ExternalTokens(0)

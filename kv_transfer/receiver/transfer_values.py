@@ -177,7 +177,7 @@ class MayPlan:
 
     attempt: AttemptKey
     num_tokens: int = 0
-    """As in `Begun`."""
+    """How many tokens have KV when the sender begins, as `Begun` says."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ class MoveEvent(enum.Enum):
     EMPTY = "empty"
     """The node has nothing left to do."""
     LATE = "late"
-    """It has taken too long."""
+    """The move has taken too long."""
     MAY_GO = "may_go"
     """The node is to be taken away, and has nothing left to do or has taken too long."""
     BACK = "back"

@@ -63,7 +63,7 @@ class GrowthEvent(enum.Enum):
     SERVE = "serve"
     """The pool has as many nodes."""
     LATE = "late"
-    """It has taken too long."""
+    """The growth has taken too long."""
 
 
 _S, _E = GrowthState, GrowthEvent
@@ -166,7 +166,7 @@ class Scaling:
         """`most_nodes`: pools are to have no more together, however few of their nodes this router sees."""
         self._most_nodes = most_nodes
         self.sizes: Mapping[str, PoolSize] = {}
-        """As they were observed last."""
+        """The sizes of the pools, by role, as they were observed last."""
         self.trouble = ""
         """What the scaler failed to do, for people; empty: nothing."""
         self.growths: list[Growth] = []

@@ -34,7 +34,7 @@ class PoolState(enum.Enum):
     CHANGING = "changing"
     """Nodes start, leave, or move: the nodes that serve are not those that are to be."""
     SETTLED = "settled"
-    """As many nodes serve as are to."""
+    """All nodes that are to serve do so, and no others."""
 
 
 @value(frozen=True, slots=True)

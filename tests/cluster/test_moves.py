@@ -39,7 +39,7 @@ class Stream:
     answer: asyncio.Task[Answer]
 
     async def assert_right(self, *, num_moves: int | None = None) -> Answer:
-        """It ends with the tokens of an undisturbed run, after so many moves and no failed attempt."""
+        """Check that it ends with the tokens of an undisturbed run, after so many moves and no failed attempt."""
         answer, params = await self.answer, SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
         assert answer.token_ids == expected_tokens(self.prompt, params, SPEC)
         assert answer.indices == list(range(self.max_tokens))

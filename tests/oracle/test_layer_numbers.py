@@ -106,7 +106,7 @@ def test_layers_that_share_keys_stay_together(models: Path, monkeypatch: pytest.
     why = "5 layers, of which the last 4 must be together, can't be divided among 3 stages; at most 2 would do"
     with pytest.raises(ConfigError, match=why), loaded(written(models, "shared"), (1, 3), dtype="float32"):
         pass
-    # As of a model whose configuration doesn't say that layers share keys.
+    # The division then is that of a model whose configuration doesn't say that layers share keys.
     monkeypatch.setattr("baton.runner.model.stage._num_inseparable", lambda _config: 1)
     why = "layers of Gemma4ForCausalLM need keys, values or other results of layers that are in another stage"
     with pytest.raises(ConfigError, match=why), loaded(written(models, "shared"), (1, 2), dtype="float32"):

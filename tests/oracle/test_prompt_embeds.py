@@ -226,7 +226,7 @@ def test_drafts_change_no_token_and_beams_are_those_of_the_tokens(tmp_path: Path
 
 @pytest.mark.parametrize(("how", "name"), [("ranks", "llama"), ("stages", "gpt2"), ("stages", "zamba2")])
 def test_ranks_and_stages_give_the_bits_of_one_process(tmp_path: Path, how: str, name: str) -> None:
-    """Of zamba2 all stages look at the embedding, whose rows are those that were given."""
+    """All stages of zamba2 look at the embedding, whose rows are those that were given."""
     write_random_model(tmp_path, LISTED_TYPES[name], seed=5)
     choices: dict[str, dict[str, Any]] = {
         "ranks": {"tensor_parallel": 2, "start_ranks": FakeRankGroup},

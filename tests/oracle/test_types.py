@@ -297,7 +297,7 @@ def test_divided_models_give_the_bits_of_one_process(tmp_path: Path, row: str, s
 def test_a_stage_between_others_has_the_bits_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str
 ) -> None:
-    """It receives streams or the embedding, and sends them, by programs and by transformers' own loop."""
+    """The stage receives streams or the embedding, and sends them, by programs and by transformers' own loop."""
     write_varied_model(tmp_path, {**ROWS[row], "num_kv_shared_layers": 0}, seed=5)
     with loaded(tmp_path, ALONE, dtype="bfloat16", num_blocks=224) as runner:
         expected = in_chunks(runner, prompts(row), DRAWN, 40)

@@ -54,7 +54,7 @@ class ShardedMixture:
     up: PackedChoice
     down: PackedChoice
     inner: Columns
-    """Of one expert's rows between its products."""
+    """The columns that this rank has of the rows between an expert's products."""
     out: Columns
     kind: ExpertKind
 

@@ -160,7 +160,7 @@ class Decoder:
         self._most_rows = min((part.most_recorded_rows for part in self._limited), default=sys.maxsize)
         self._result = trace.result
         self._width, self._result_width = trace.width, trace.result_width
-        """Of the rows that the first layer takes, and of those that the head takes, or the stage behind."""
+        """The widths of the rows that the first layer takes, and of those that the head or the next stage takes."""
         operands = {number for step in self._steps for number in step.operands}
         self._embedding = trace.embedding if trace.embedding and trace.embedding in operands else None
         """The number of the embedding's rows, in a stage that takes others and looks at these, too."""

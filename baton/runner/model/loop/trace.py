@@ -117,7 +117,8 @@ class LoopTrace:
         self.embedding = 0
         """The number of the embedding's rows: those that the first layer takes, or others that a stage receives."""
         self._token_ids, self._embedded = torch.empty(0), torch.empty(0)
-        """Of the call that is watched; the rows, as the number `embedding`, any layer may ask for."""
+        """The token ids of the call that is watched, and their rows, which any layer may ask for as the number
+        `embedding`."""
         self._oldest: dict[int, int] = {}
         """The number of the oldest rows in a sum; of other rows their own."""
         self._count = 0

@@ -169,7 +169,7 @@ class _Behind(NamedTuple):
     """What is computed of an expert's first products."""
 
     activation: int
-    """Of gated weights."""
+    """The number by which the kernels know the activation of gated weights."""
     clamp: ClampCall
     activate: ActivateCall
 

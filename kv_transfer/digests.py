@@ -83,6 +83,8 @@ class OfferedDigests:
 
     def __init__(self, digests: BlockDigests) -> None:
         self._ask = digests.ask if isinstance(digests, AskedDigests) else partial(partial, digests)
+        self.num_computed = 0
+        """How many were not known when they were asked for."""
         self._known: dict[int, tuple[bytes, dict[int, Sequence[int]]]] = {}
         """For each block, the key of what it held, and the digests of that, by the number of parts."""
 
@@ -98,6 +100,7 @@ class OfferedDigests:
                 self._known[block_id] = (name.key, {})
         missing = {block_id: name for block_id, name in named.items() if parts not in self._known[block_id][1]}
         computed = self._compute(missing, parts)
+        self.num_computed += len(missing) * parts
         self._check_unchanged(missing)
         for block_id, digests in computed.items():
             self._known[block_id][1][parts] = digests

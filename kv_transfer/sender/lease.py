@@ -142,7 +142,8 @@ class LeaseBook:
         return effects
 
     def digested(self, attempt: AttemptKey, digests: Sequence[int]) -> list[LeaseEffect]:
-        """The digests of the blocks that were offered next, zeros for those that have none: once for every offer."""
+        """The digests of the next blocks that were offered, zeros for those that have none. Those of the last offer
+        come at once, since all blocks are free when the reader has confirmed."""
         lease = self._records.get(attempt)
         if lease is None or not (lease.is_held or lease.state is LeaseState.AWAITING_DIGESTS):
             self.counters["digested_after_end"] += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,9 +20,9 @@ from kv_transfer.link.link_messages import Closing
 
 _log = logging.getLogger(__name__)
 _COMPUTED = frozenset({Outcome.HANDED_OFF, Outcome.STOP, Outcome.LENGTH})
-_MOVED_PER_STEP = 64
-"""Stripes of streams that are moved that are offered after one step: their digests are computed before the next one,
-for which all streams wait."""
+_PER_STEP = 64
+"""Stripes of which digests are computed after one step, while all streams wait: of those that are moved, and of what is
+pulled."""
 
 
 @dataclass(slots=True)
@@ -41,6 +42,15 @@ class _OfferProgress:
     is_withdrawn: bool = False
 
 
+@dataclass(slots=True)
+class _PinProgress:
+    """Of how many of the blocks that are pulled digests were told."""
+
+    pin: Pin
+    block_ids: Sequence[int]
+    num_blocks: int = 0
+
+
 class OfferConnector:
     """Reports to `Offering` what the engine computes for prefill legs and for streams that are moved. Belongs to the
     engine's thread."""
@@ -52,18 +62,24 @@ class OfferConnector:
         post: Callable[[Callable[[], None]], object],
         post_now: Callable[[Callable[[], None]], object],
         after_step: Callable[[Callable[[], None]], None],
+        per_step: int = _PER_STEP,
     ) -> None:
         """`post` and `post_now` run a callable on the event loop, in order: `post` once the step's tokens are on their
         way, `post_now` at once, so that the other node can reserve blocks while the step computes. `after_step` calls
-        one on this thread, once everything is posted and before anything else is computed.
+        one on this thread, once everything is posted and before anything else is computed. `per_step`: stripes of
+        streams that are moved that are offered after one step, and of what is pulled of which digests are computed.
         """
         self._handoff = handoff
         self._layout = layout
         self._post = post
         self._post_now = post_now
         self._after_step = after_step
+        self._per_step = per_step * len(layout.groups)
+        """The same in blocks."""
         self._num_moved_in_step = 0
         """Blocks of streams that are moved that were offered since the last step."""
+        self._pins: deque[_PinProgress] = deque()
+        """What is pulled of which not all digests are computed, the earliest first."""
         self._offered: dict[str, _OfferProgress] = {}
         """By request id as the engine knows it."""
 
@@ -92,7 +108,7 @@ class OfferConnector:
             return
         end = num_computed_tokens // self._layout.block_size * len(self._layout.groups)
         if is_moved:
-            end = min(end, offered.num_blocks + _MOVED_PER_STEP * len(self._layout.groups) - self._num_moved_in_step)
+            end = min(end, offered.num_blocks + self._per_step - self._num_moved_in_step)
         if end > offered.num_blocks:
             first, offered.num_blocks = offered.num_blocks, end
             if is_moved:
@@ -138,12 +154,40 @@ class OfferConnector:
         return BlockFate.FREE
 
     def pinned(self, pin: Pin, block_ids: Sequence[int]) -> None:
-        handoff, attempt, layout = self._handoff, pin.attempt, self._layout
-        num_stripes = len(block_ids) // len(layout.groups)
-        self._post(lambda: handoff.pinned(pin, block_ids, num_stripes * layout.block_size))
+        handoff, num_tokens = self._handoff, len(block_ids) // len(self._layout.groups) * self._layout.block_size
+        self._post(lambda: handoff.pinned(pin, block_ids, num_tokens))
         if block_ids and handoff.has_digests:
-            names = partial(names_of_cached, pin.keys[:num_stripes], len(layout.groups))
-            self._after_step(lambda: self._digest(attempt, 0, block_ids, names, 1, lambda: None))
+            self._pins.append(_PinProgress(pin, block_ids))
+            if len(self._pins) == 1:
+                self._after_step(self._digest_pins)
+        elif block_ids:
+            self._post(lambda: handoff.pin_digested(pin, len(block_ids), num_tokens))
+
+    def _digest_pins(self) -> None:
+        """Compute digests of what is pulled, the earliest first, until some were not known. The others follow after the
+        next step, or after none if there is nothing to compute."""
+        handoff = self._handoff
+        num_computed = handoff.num_digests_computed
+        while self._pins and handoff.num_digests_computed == num_computed:
+            self._digest_more(self._pins[0])
+        if self._pins:
+            self._after_step(self._digest_pins)
+            self._post_now(handoff.wake_engine)
+
+    def _digest_more(self, pinned: _PinProgress) -> None:
+        pin, groups, first = pinned.pin, len(self._layout.groups), pinned.num_blocks
+        block_ids = pinned.block_ids[first : first + self._per_step]
+        pinned.num_blocks += len(block_ids)
+        keys = pin.keys[first // groups : pinned.num_blocks // groups]
+
+        def withdrawn() -> None:
+            pinned.num_blocks = len(pinned.block_ids)
+
+        self._digest(pin.attempt, first, block_ids, partial(names_of_cached, keys, groups), 1, withdrawn)
+        if pinned.num_blocks == len(pinned.block_ids):
+            self._pins.popleft()
+            handoff, num_tokens = self._handoff, pinned.num_blocks // groups * self._layout.block_size
+            self._post_now(lambda: handoff.pin_digested(pin, pinned.num_blocks, num_tokens))
 
     def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
         offered = self._offer_progress(request)

@@ -209,18 +209,26 @@ class Offering:
         self._carry_out(effects)
 
     def pinned(self, pin: Pin, block_ids: Sequence[int], num_tokens: int) -> None:
-        """Offer what the engine keeps for a reader that pulls: these blocks, of so many tokens, if there are any. They
-        are kept until the engine gets `released`."""
+        """Offer what the engine keeps for a reader that pulls: these blocks, of so many tokens, if there are any. Then
+        `pin_digested` follows, and the blocks are kept until the engine gets `released`."""
         attempt = pin.attempt
         if not block_ids:
             self._pins.discard(attempt)
             self.withdraw(attempt, "nothing of it is cached here any more", TransferCause.REFUSED)
-            return
-        if self._book.knows(attempt):
+        elif self._book.knows(attempt):
             # Otherwise its reader is gone meanwhile.
             self._carry_out(self._book.begun(attempt, num_tokens))
-            self.offer(attempt, 0, block_ids, Closing(num_tokens, (), ended=False))
-        self.ended(attempt, pin.holder)
+            self.offer(attempt, 0, block_ids)
+
+    def pin_digested(self, pin: Pin, num_blocks: int, num_tokens: int) -> None:
+        """The reader of a pull knows all digests that it will be told, and need not wait for other blocks."""
+        if self._book.knows(pin.attempt):
+            self.offer(pin.attempt, num_blocks, (), Closing(num_tokens, (), ended=False))
+        self.ended(pin.attempt, pin.holder)
+
+    def wake_engine(self) -> None:
+        """Let the engine take a turn, though there may be nothing for it to compute."""
+        self._tell_engine(KVTransferOutput())
 
     def move_asked(self, to: AttemptKey, holder: str) -> None:
         """A stream is to be offered as the attempt `to`, if the engine can; it keeps the blocks under the id `holder`.
@@ -245,7 +253,7 @@ class Offering:
         return self._num_read.get(to)
 
     def digested(self, attempt: AttemptKey, digests: Sequence[int]) -> None:
-        """Note the digests of the next offer's blocks, as `compute_digests` returned them: once for each offer."""
+        """Note the digests of the next blocks that were offered, as `compute_digests` returned them."""
         self._carry_out(self._book.digested(attempt, digests))
 
     def withdraw(
@@ -289,6 +297,11 @@ class Offering:
     def has_digests(self) -> bool:
         """Whether readers get digests."""
         return self._digests is not None
+
+    @property
+    def num_digests_computed(self) -> int:
+        """How many digests were computed so far; others were known."""
+        return self._digests.num_computed if self._digests is not None else 0
 
     def compute_digests(
         self,

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
 from baton.engine.connector import ExternalTokens, Pin
 from baton.engine.request import Request
 from baton.errors import TransferCause
+from baton.messages.ids import AttemptKey
 from baton.messages.node import HeldPrefix
 from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
+from baton.node.kv.offer_connector import OfferConnector
 from kv_transfer.link.link_messages import OfferLost, Pull, SenderMessage
 from tests.support.handoff_rig import (
     ATTEMPT,
     BLOCK_SIZE,
     KEY,
+    KV_LAYOUT,
     NUM_BLOCKS,
     OURS,
     THEIRS,
@@ -29,9 +33,9 @@ from tests.support.handoff_rig import (
 KEYS = [bytes([number]) * 32 for number in range(4)]
 
 
-def request(rig: HandoffRig, num_held: int = 16) -> Request:
-    held = HeldPrefix(rig.sender.source, num_held)
-    one = Request(KEY, RequestSpec(list(range(18)), SamplingParams()), attempt=ATTEMPT, held_prefix=held)
+def request(rig: HandoffRig, attempt: AttemptKey = ATTEMPT) -> Request:
+    held = HeldPrefix(rig.sender.source, 16)
+    one = Request(KEY, RequestSpec(list(range(18)), SamplingParams()), attempt=attempt, held_prefix=held)
     one.block_hashes = list(KEYS)
     return one
 
@@ -88,6 +92,26 @@ async def test_a_reader_that_has_no_use_for_it_any_more_lets_it_go() -> None:
         await rig.receiver.recorder.wait_until(lambda: rig.receiver.intake.num_kept(ATTEMPT) is not None)
         assert rig.receiver.connector.get_num_new_matched_tokens(one, 16).num_tokens == 0
         await rig.sender.recorder.release(pin.holder)
+
+
+async def test_between_steps_some_digests_are_computed_and_those_that_are_known_are_not_waited_for() -> None:
+    async with HandoffRig() as rig:
+        await rig.join()
+        due, now, sender = list[Callable[[], None]](), lambda action: action(), rig.sender
+        connector = OfferConnector(sender.handoff, KV_LAYOUT, now, now, due.append, per_step=1)
+        for attempt, num_steps in ((ATTEMPT, 3), (attempt_of("req#2"), 1)):
+            one = request(rig, attempt)
+            pin = await asked(rig, one)
+            connector.pinned(pin, THEIRS[:3])
+            for step in range(num_steps):
+                assert len(due) == 1
+                told = sender.recorder.num_told
+                due.pop()()
+                assert sender.recorder.num_told - told == (step < num_steps - 1), "an idle engine has to be woken"
+            assert not due
+            rig.receiver.connector.request_finished(one, (), False)
+            await sender.recorder.release(pin.holder)
+            sender.recorder.released.clear()
 
 
 @pytest.mark.parametrize("keys", [(), (b"short",), (bytes(32),) * (NUM_BLOCKS + 1)])

@@ -94,6 +94,7 @@ class Attempt:
     """The running or next attempt of a flight: its nodes, once it has any, and the messages to them."""
 
     __slots__ = (
+        "computed_by",
         "cut_by",
         "decode_has_sent_tokens",
         "given",
@@ -132,6 +133,8 @@ class Attempt:
         """Number of output tokens that its nodes were given with the prompt."""
         self.is_adopting = num_given is not None
         """Whether it was begun by another router, and its nodes may still replay what they computed."""
+        self.computed_by = ""
+        """The node that computed the prompt of a stream that was moved, by name; empty: a node of this attempt."""
         self.why_prefill_unknown = ""
         """Why the prefill leg could not be adopted: the attempt is lost if its decode leg has no token yet."""
         self.decode_has_sent_tokens = False
@@ -185,7 +188,7 @@ class Attempt:
         if placement is None:
             return Path("", "", self.key.attempt, "")
         prefill = placement.prefill.node_id if placement.prefill else ""
-        return Path(prefill, placement.decode.node_id, self.key.attempt, placement.reason.text)
+        return Path(self.computed_by or prefill, placement.decode.node_id, self.key.attempt, placement.reason.text)
 
     # --- messages to its nodes ---
 

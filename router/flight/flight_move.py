@@ -29,6 +29,7 @@ class PendingMove:
         *_, self.source = before.legs.values()
         """The leg that has the stream."""
         self.attempt = Attempt(before.request, key, Placement(self.source.node, to, MOVED), given, cut_by=cut_by)
+        self.attempt.computed_by = before.path().prefill_node or self.source.node.node_id
         # The source is to this attempt what a prefill node is to others, once it has handed the stream over.
         handed = self.attempt.legs[self.source.node.incarnation]
         handed.outcome, handed.is_acknowledged, handed.is_counted = Outcome.HANDED_OFF, True, False

@@ -110,7 +110,9 @@ async def test_an_operator_moves_a_stream_or_hears_why_it_stays(tmp_path: Path) 
         for request_id, to, error, why in wrong:
             with pytest.raises(error, match=why):
                 await asyncio.to_thread(streams.operator.move, request_id, to)
-        assert len((await one.assert_right(num_moves=2)).logprobs) == 600
+        answer = await one.assert_right(num_moves=2)
+        assert len(answer.logprobs) == 600
+        assert answer.end.path.prefill_node == "prefill-0", "it has computed the prompt"
         await two.answer
         assert "moved there while it was decoded" in await cluster.baton("explain", "one")
 

@@ -32,6 +32,8 @@ class AttemptTimings(NamedTuple):
     """None: that node has not reported any yet, or the same node decodes."""
     is_complete: bool = False
     """Whether the node that decodes has reported the end of its leg."""
+    moved_from: str = ""
+    """The name of the node that had the stream before it was moved to the one that decodes; empty: it was not."""
 
     @property
     def of_prompt(self) -> StageTimings:
@@ -166,8 +168,9 @@ class Attempt:
         name, has_ended = last.node.node_id, last.outcome is not None
         if not prefill:
             return AttemptTimings(name, last.timings, is_complete=has_ended)
-        prompt = prefill[0].timings or last.prompt_timings
-        return AttemptTimings(prefill[0].node.node_id, prompt, name, last.timings, has_ended)
+        prompt, before = prefill[0].timings or last.prompt_timings, prefill[0].node.node_id
+        moved_from = before if self.computed_by else ""
+        return AttemptTimings(self.computed_by or before, prompt, name, last.timings, has_ended, moved_from)
 
     def stage_timings(self) -> StageTimings:
         """The prompt's timings from the node that computed it, the transfer's from the node that read the blocks."""

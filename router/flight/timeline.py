@@ -13,6 +13,8 @@ The rules:
 4. No stage is negative, and none is longer than the rest of the whole: if measurements contradict each other, the later
    stages are cut, so that the sum stays right.
 5. All attempts that failed are one stage, `lost`.
+6. What was decoded before a stream was moved for the last time is the node's that had it then. The stage `move` is the
+   time until the stream went on, with the relay of the tokens since.
 """
 
 from __future__ import annotations
@@ -172,6 +174,12 @@ def _until_end(request: EndedRequest, router: str, first_token: int, ended: int)
         parts = _beyond(_work_before_first_token(request, first_token, chain), chain)
     else:
         begun = max(first_token, _ns(request.moments.placed_last or 0.0))
+        if last.moved_from:
+            yield TimelineStage("decode", last.moved_from, begun - first_token, True)
+            decode_ns = min(ended - begun, chain[-1].duration_ns) if last.is_complete else ended - begun
+            yield TimelineStage("move", _between(last.moved_from, node), ended - begun - decode_ns, True)
+            yield TimelineStage("decode", node, decode_ns, True)
+            return
         yield TimelineStage("lost", router, begun - first_token, True)
         parts = _prompt_chain(last) if last.decode_node else []
         parts += _beyond(_length(parts), chain)

@@ -133,6 +133,19 @@ def test_failed_attempts_are_lost_time() -> None:
     assert [stage[:3] for stage in stages(before)[1:3]] == [("queue", "router", 1.0), ("lost", "router", 1.0)]
 
 
+def test_a_stream_that_moved_was_decoded_before_and_stood_still_for_a_moment() -> None:
+    there = StageTimings(1.0, intake_ms=30.0, decode_ms=20.0)
+    ends = AttemptTimings("p", PAIR.at_end.prompt, "e", there, is_complete=True, moved_from="d")
+    moved = replace(PAIR, moments=replace(PAIR.moments, placed_last=10.07), at_end=ends, attempts=2)
+    assert [stage[:3] for stage in stages(moved)[5:]] == [
+        ("decode", "d", 20.0),
+        ("move", "d > e", 10.0),
+        ("decode", "e", 20.0),
+    ]
+    goes_on = replace(moved, at_end=ends._replace(is_complete=False))
+    assert [stage[:3] for stage in stages(goes_on)[6:]] == [("decode", "e", 30.0)]
+
+
 def test_requests_that_ended_early_have_fewer_stages() -> None:
     nobody = replace(
         PAIR, moments=Moments(10.0, 10.001), at_first_token=AttemptTimings(), at_end=AttemptTimings(), state="failed"

@@ -130,17 +130,17 @@ class OfferConnector:
         was_lent = earlier is not None and (earlier.was_lent or earlier.num_blocks > 0)
         progress = _OfferProgress(to, 0, request.num_preemptions, digest_parts=1, was_lent=was_lent)
         self._offered[request.request_id] = progress
-        self._post(lambda: handoff.move_begun(to, num_tokens))
+        self._post_now(lambda: handoff.move_begun(to, num_tokens))
 
     def move_ended(self, request_id: str, to: AttemptKey, why: str) -> None:
         handoff, offered = self._handoff, self._offered.get(request_id)
         detail = f"the stream stays where it is: {why}"
         if offered is None or offered.attempt != to:
-            self._post(lambda: handoff.move_refused(to, detail))
+            self._post_now(lambda: handoff.move_refused(to, detail))
             return
         # What was offered may be overwritten from now on, as the request goes on.
         offered.is_withdrawn = True
-        self._post(lambda: handoff.withdraw(to, detail, promise_broken=True))
+        self._post_now(lambda: handoff.withdraw(to, detail, promise_broken=True))
 
     def may_cut(self, request: Request) -> bool:
         offered = self._offered.get(request.request_id)
@@ -222,7 +222,9 @@ class OfferConnector:
         closing: Closing | None = None,
     ) -> None:
         attempt, parts, handoff = offered.attempt, offered.digest_parts, self._handoff
-        self._post(lambda: handoff.offer(attempt, first, block_ids, closing, parts))
+        # A stream that moves stands still until the other node has the last blocks.
+        post = self._post if request.move is None else self._post_now
+        post(lambda: handoff.offer(attempt, first, block_ids, closing, parts))
         if handoff.has_digests:
             # The reader needs the digests only when it has read everything, so nothing waits for them yet.
             self._after_step(lambda: self._digest_blocks(request, offered, first, block_ids))

@@ -57,8 +57,8 @@ class CachedTokens(NamedTuple):
 
     soon: Mapping[str, int]
     """The tokens that are there or on their way there."""
-    now: Mapping[str, int]
-    """The tokens that are there, as the nodes have reported."""
+    on_device: Mapping[str, int]
+    """The tokens of which the nodes have reported that they have KV where others can pull it from: in no host tier."""
 
 
 NOTHING_CACHED = CachedTokens({}, {})
@@ -183,21 +183,25 @@ class CacheView:
 
     def cached_by_scheme(self, prompt: PromptKeys, schemes: Set[KeyScheme]) -> CachedTokens:
         """What all nodes with these key schemes have cached of a prompt."""
-        reported = [index for index in self._tiers.values() if not index.is_empty]
+        reported = {tier: index for tier, index in self._tiers.items() if not index.is_empty}
         has_expected = not self._expected.is_empty
         if not (reported or has_expected):
             return NOTHING_CACHED
-        now: dict[str, int] = {}
+        on_device: dict[str, int] = {}
         cached: dict[str, int] = {}
         for scheme in schemes:
-            num_blocks = _leading(prompt, scheme, reported)
-            now.update((incarnation, count * scheme.block_size) for incarnation, count in num_blocks.items())
+            num_blocks: dict[str, int] = {}
+            for tier, index in reported.items():
+                for incarnation, count in _leading(prompt, scheme, index).items():
+                    num_blocks[incarnation] = max(count, num_blocks.get(incarnation, 0))
+                    if tier == "device":
+                        on_device[incarnation] = count * scheme.block_size
             on_their_way = self._expected.leading(prompt.milestones(scheme)) if has_expected else {}
             for incarnation, passed in on_their_way.items():
                 num_blocks[incarnation] = max(1 << passed - 1, num_blocks.get(incarnation, 0))
             for incarnation, count in num_blocks.items():
                 cached[incarnation] = count * scheme.block_size
-        return CachedTokens(cached, now)
+        return CachedTokens(cached, on_device)
 
     def _forget_reported(self, incarnation: str) -> None:
         for index in (*self._tiers.values(), self._rows):
@@ -217,16 +221,11 @@ class CacheView:
                     index.forget(incarnation)
 
 
-def _leading(prompt: PromptKeys, scheme: KeyScheme, indices: Sequence[BlockIndex]) -> dict[str, int]:
-    if not indices:
-        return {}
+def _leading(prompt: PromptKeys, scheme: KeyScheme, index: BlockIndex) -> Mapping[str, int]:
     num_blocks = 1
     while True:
         keys = prompt.first(scheme, num_blocks)
-        lengths: dict[str, int] = {}
-        for index in indices:
-            for incarnation, count in index.leading(keys).items():
-                lengths[incarnation] = max(count, lengths.get(incarnation, 0))
+        lengths = index.leading(keys)
         if len(keys) < num_blocks or max(lengths.values(), default=0) < num_blocks:
             return lengths
         num_blocks *= _LOOKED_UP_MORE

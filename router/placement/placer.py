@@ -414,7 +414,7 @@ class Placer:
             demand=demand,
             costs=costs,
             cached=cached.soon,
-            held=self._held(cached.now, demand) if cached.now and self._settings.pulls != "off" else None,
+            held=self._held(cached.on_device, demand) if self._settings.pulls != "off" else None,
             level=level,
             alone_tokens=self._alone_tokens(level),
             now=now,
@@ -429,7 +429,9 @@ class Placer:
         return known or self._kv_formats.setdefault(node.incarnation, KVFormat.of(node))
 
     def _held(self, cached: Mapping[str, int], demand: Demand) -> Held | None:
-        """The node that has most of the prompt cached, the least loaded of several."""
+        """The node that has most of the prompt cached, the least loaded of several; None: no node has any of it."""
+        if not cached:
+            return None
         most = max(cached.values())
         having = [node for name, count in cached.items() if count == most and (node := self._attached.get(name))]
         # A decode node has only its answers' states, if the model has states: prefill nodes come first.

@@ -94,6 +94,10 @@ def test_blocks_of_both_tiers_count_and_are_removed_separately() -> None:
     keys = keys_of()
     view = watching(stored(keys[:3]), stored(keys[:6], "host"))
     assert cached(view) == 6 * SIZE
+    scheme = key_scheme_of(NODE)
+    assert scheme is not None
+    on_device = view.cached_by_scheme(PromptKeys(PROMPT, ""), {scheme}).on_device
+    assert on_device == {RUN: 3 * SIZE}, "others can't pull what is in the host tier"
     view.updated(RUN, KVCacheUpdate(5, 6, [BlockRemoved(keys[:3])]))
     assert cached(view) == 6 * SIZE
     view.updated(RUN, KVCacheUpdate(6, 7, [BlockRemoved(keys[:6], "host")]))

@@ -190,8 +190,10 @@ class Attempt:
         placement = self.placement
         if placement is None:
             return Path("", "", self.key.attempt, "")
-        prefill = placement.prefill.node_id if placement.prefill else ""
-        return Path(self.computed_by or prefill, placement.decode.node_id, self.key.attempt, placement.reason.text)
+        decode = placement.decode.node_id
+        prefill = self.computed_by or (placement.prefill.node_id if placement.prefill else "")
+        # A stream may have moved back to the node that computed its prompt.
+        return Path(prefill if prefill != decode else "", decode, self.key.attempt, placement.reason.text)
 
     # --- messages to its nodes ---
 

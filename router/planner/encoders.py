@@ -27,6 +27,11 @@ class EncoderDemand:
     num_nodes: int = 0
     wanted: int = 0
 
+    @property
+    def wanted_pressure(self) -> float:
+        """The pressure with the nodes that are wanted."""
+        return self.pressure * self.num_nodes / max(1, self.wanted)
+
 
 class EncoderMeter:
     """Means over the last minute, from one sample a tick. Seconds on the caller's clock."""

@@ -200,10 +200,13 @@ class Scaling:
         """The names of the only nodes that can be taken away; empty: any can."""
         return frozenset(size.next_out for size in self.sizes.values() if size.next_out)
 
+    def known(self, now: float) -> Mapping[str, PoolSize]:
+        """The sizes of the pools; empty where the last that were observed are too old."""
+        return self.sizes if now < self._observed_at + FRESH_S else {}
+
     def told(self, now: float) -> str:
-        """The pools, or what is wrong with their scaler, for people."""
-        pools = ", ".join(f"{name} {size.have} of {size.want} serve" for name, size in self.sizes.items())
-        parts = [f"pools: {pools}" if now < self._observed_at + FRESH_S else "the sizes of the pools are not known"]
+        """What is wrong with the scaler of the pools, for people; empty: nothing."""
+        parts = [] if self.known(now) else ["the sizes of the pools are not known"]
         if self.trouble:
             parts.append(f"the scaler was {self.trouble}")
         if now < max(self._rests_until, self._asks_at):
@@ -233,11 +236,11 @@ class Scaling:
     def follow(self, now: float) -> list[GrowthEnded]:
         """Take what the sizes show now."""
         ended: list[GrowthEnded] = []
-        is_fresh = now < self._observed_at + FRESH_S
+        sizes = self.known(now)
         for growth in list(self.growths):
             # Several events may be due at once.
             while growth.ended_at is None:
-                event = growth.observed(self.sizes.get(growth.pool) if is_fresh else None, now)
+                event = growth.observed(sizes.get(growth.pool), now)
                 if event is None:
                     break
                 ended += self._feed(growth, event, now)

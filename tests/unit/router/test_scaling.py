@@ -12,7 +12,9 @@ from baton.config import UpConfig
 from baton.config.load import load
 from baton.errors import ConfigError
 from baton.messages.node import NodeDescription
+from baton.messages.operator import PlannedPool
 from baton.registry.desired import DesiredState, cordon, plan_role
+from baton.wire.codec.operator import PLAN_REPORT
 from router.operations.planning import PlannerMode, Planning
 from router.operations.scaler_calls import DEADLINE_S
 from router.planner.demand import OfferedLoad
@@ -121,10 +123,11 @@ async def test_a_pool_grows_by_what_its_role_lacks_and_no_further() -> None:
         assert rig.figure("planner_growths_total", pool="decode", end="settled") == 1
         report = rig.planning.report()
         assert (report.prefill_nodes, report.decode_nodes, report.wanted_decode_nodes) == (2, 3, 3)
-        assert report.reason.endswith("pools: prefill 2 of 2 serve, decode 3 of 3 serve")
-        assert ("pool decode", "2 nodes", "3 nodes", "settled") in [
-            (move.node, move.origin, move.to, move.state) for move in report.moves
-        ]
+        assert report.pools == (PlannedPool("prefill", 2, 2), PlannedPool("decode", 3, 3))
+        (growth,) = report.growths
+        assert (growth.pool, growth.before, growth.after, growth.state) == ("decode", 2, 3, "settled")
+        assert 0.0 < growth.took_s < growth.age_s
+        assert PLAN_REPORT.from_pb(PLAN_REPORT.to_pb(report)) == report
 
 
 async def test_nodes_that_start_are_counted_and_those_that_do_not_are_no_reason_for_more() -> None:
@@ -183,6 +186,7 @@ async def test_only_the_node_that_can_go_goes() -> None:
         rig.scaler.only = {"prefill": "prefill-1", "decode": "decode-1"}
         await rig.run(IDLE_S + 60.0)
         assert rig.scaler.changes == ["-prefill-1"]
+        assert [pool.next_out for pool in rig.planning.report().pools] == ["prefill-1", "decode-1"]
     async with scaled(QUIET) as rig:
         rig.scaler.only = {"prefill": "prefill-1", "decode": "decode-1"}
         await rig.steering.write(cordon(["prefill-1", "decode-1"]))
@@ -251,7 +255,9 @@ async def test_a_scaler_that_fails_is_told_and_asked_less_and_less(fault: Scaler
         await rig.run(600.0)
         assert rig.planning.planner.scaling is not None
         assert rig.told("ScalerFailed")
-        assert f"no room ({fault})" in rig.planning.report().reason
+        report = rig.planning.report()
+        assert f"no room ({fault})" in report.reason
+        assert report.pools == (), "what was observed before may have changed"
         # A call each few seconds would be 120.
         assert 3 <= rig.figure("planner_scaler_failures_total", fault=fault) <= 15
         assert len(rig.scaler.changes) <= 8

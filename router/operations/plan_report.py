@@ -16,7 +16,7 @@ from router.scalers.scaler import ScalerFault
 
 _MOST_SHOWN = 1e6
 """The pressure that is shown where a role has no node."""
-_POOLS = ("prefill", "decode")
+_POOLS = ("prefill", "decode", "encode")
 """The pools that grow."""
 
 
@@ -35,7 +35,7 @@ def plan_report(planner: Planner, plan: Plan | None, mode: str, *, leads: bool, 
         encode_nodes=encoders.num_nodes,
         wanted_encode_nodes=encoders.wanted,
         encode_pressure=encoders.pressure,
-        wanted_encode_pressure=encoders.wanted_pressure,
+        wanted_encode_pressure=encoders.pressure_with(encoders.wanted),
     )
     if plan.verdict is None or plan.situation is None:
         return common

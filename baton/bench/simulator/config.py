@@ -59,7 +59,7 @@ class Evacuation(enum.StrEnum):
     END = "end"
     """They end there; what is left after a while goes on elsewhere, behind the tokens that its client has."""
     MOVE = "move"
-    """They go on elsewhere as soon as their blocks have moved."""
+    """They move while they are decoded, as by `--move-streams` of routers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class SimulationConfig:
     )
     flip_s: Annotated[float, Flag("Seconds for which a node is away that changes its role.", "--flip-s", min=0)] = 0.5
     evacuation: Annotated[Evacuation, Flag("What becomes of the streams on a node that is to change its role.")] = (
-        Evacuation.END
+        Evacuation.MOVE
     )
     limits: DispatchLimits | None = None
     """The router's limits; None: no request is refused."""

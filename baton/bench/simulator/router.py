@@ -24,6 +24,7 @@ from baton.messages.generation import Chunk, GenerateEvent
 from baton.messages.ids import AttemptKey, scoped
 from baton.messages.node import (
     Abort,
+    MoveOut,
     NodeDescription,
     Role,
     RouterMessage,
@@ -43,9 +44,10 @@ from router.flight.answer import Answer
 from router.flight.event_queue import EventQueue, FairQueue
 from router.flight.flight_table import AttemptCause
 from router.live_requests import LiveRequests
-from router.placement.placement import Candidate, Candidates, takes_no_stream
+from router.placement.placement import Candidates
 from router.placement.room import RoomRules
 from router.placement.view import ClusterView
+from router.stream_moves import StreamMoves
 
 MODEL = "simulated"
 _NO_TIMINGS = StageTimings()
@@ -177,6 +179,7 @@ class SimulatedRouter:
         limits = config.limits or DispatchLimits(queue_wait_s=1e9, capacity_wait_s=1e9, max_queue=1 << 30)
         self._tenants = {tenant.name: tenant for tenant in config.tenants}
         self.requests = LiveRequests(self.view, self, timeline, rng, limits, placer=placer)
+        self._moves = StreamMoves(self.requests, self.view, timeline)
 
     @property
     def num_retries(self) -> int:
@@ -216,6 +219,8 @@ class SimulatedRouter:
                 self._send(incarnation, message)
             case Abort(attempt):
                 node.abort(attempt)
+            case MoveOut():
+                node.move_out(message)
             case WatchKVCache():
                 report = StepReport((), node.load(), node.watch_kv_cache())
                 self.requests.placer.on_report(incarnation, report, self._timeline.now)
@@ -254,16 +259,17 @@ class SimulatedRouter:
     def _submit(self, incarnation: str, submit: Submit) -> None:
         """A submit arrives; one that was aborted meanwhile is dropped."""
         run, node = self.requests.find(submit.attempt.request_id), self._nodes.get(incarnation)
-        if node is not None and run is not None and not run.flight.is_over and run.flight.key == submit.attempt:
+        if node is None or run is None or run.flight.is_over:
+            return
+        if submit.attempt in (run.flight.key, run.flight.moving_to):
             node.submit(submit)
 
-    def evacuate(self, node: SimulatedNode) -> None:
-        """The streams that a node decodes go on at other decode nodes that have room, after their blocks have moved."""
-        for attempt, num_tokens in node.streams():
-            if not any(_has_place(candidate) for candidate in self.view.candidates()):
-                return
-            self._placer.move(attempt.request_id, node.incarnation, num_tokens)
-            node.give_back([attempt])
+    def move_streams(self) -> None:
+        """Lets streams begin to leave nodes that are to be empty, and one that is full."""
+        for incarnation in (*sorted(self.view.leaving()), self.view.crowded()):
+            if incarnation in self._nodes:
+                self._nodes[incarnation].report_progress()
+        self._moves.look()
 
     # Requests.
 
@@ -354,7 +360,3 @@ class SimulatedRouter:
         parts.prefill_s += timings.prefill_ms / 1e3
         parts.messages_s += 2 * self._message_s
         parts.transfer_s += timings.transfer_ms / 1e3
-
-
-def _has_place(candidate: Candidate) -> bool:
-    return candidate.node.role is Role.DECODE and not takes_no_stream(candidate)

@@ -288,4 +288,5 @@ def _describe(node_id: str, role: Role, run: int, sizes: NodeSizes) -> NodeDescr
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         tp=sizes.shape.tp,
         pp=sizes.shape.pp,
+        takes_moves=role is Role.DECODE,
     )

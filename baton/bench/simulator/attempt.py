@@ -31,6 +31,8 @@ class Attempt:
     first_token_at: float | None = None
     num_cached_tokens: int = 0
     num_external_tokens: int = 0
+    num_images: int = 0
+    """Images of its prompt that are encoded here."""
 
     @classmethod
     def of(cls, submit: Submit, now: float) -> Attempt:
@@ -50,7 +52,10 @@ class Attempt:
         request.num_submitted_tokens += len(prompt) - len(_ONE_TOKEN)
         request.block_hashes = prompt.block_keys
         request.cut_by = submit.cut_by
-        return cls(submit.attempt, request, submit.leg, now, len(submit.output_token_ids))
+        attempt = cls(submit.attempt, request, submit.leg, now, len(submit.output_token_ids))
+        if submit.leg is not Leg.DECODE:
+            attempt.num_images = sum(content.encoded_by is None for content in submit.spec.contents)
+        return attempt
 
     def timings(self, transfers: dict[str, tuple[float, float]]) -> StageTimings:
         """Its stages. `transfers`: see `HandOffs.transfers`; its own one is removed."""

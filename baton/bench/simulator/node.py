@@ -85,7 +85,7 @@ class SimulatedNode:
         self.watches_kv_cache = False
         self.num_steps = 0
         self.timeline: list[TimelineEntry] | None = [] if keeps_timeline else None
-        self._times = sizes.times
+        self._times, self._encode_s = sizes.times, sizes.encode_ms / 1e3
         self._clock = timeline
         self._handoffs = handoffs
         self._report = report
@@ -299,15 +299,15 @@ class SimulatedNode:
 
     def _start_step(self, decided: SchedulerOutput) -> None:
         now = self._clock.now
+        encode_s = 0.0
         for new in decided.scheduled_new_reqs:
-            attempt = self._attempts.get(new.request_id)
-            if attempt is not None and attempt.scheduled_at is None:
+            if (attempt := self._attempts.get(new.request_id)) is not None and attempt.scheduled_at is None:
                 attempt.scheduled_at = now
+                encode_s += attempt.num_images * self._encode_s
         for request_id in decided.preempted_req_ids:
-            preempted = self._attempts.get(request_id)
-            if preempted is not None:
+            if (preempted := self._attempts.get(request_id)) is not None:
                 self._collect_times(preempted)
-        step_s = step_s_of(decided, self.scheduler.requests, self._times, self.drafts, follows=self._follows)
+        step_s = encode_s + step_s_of(decided, self.scheduler.requests, self._times, self.drafts, follows=self._follows)
         self._decided, self._started_at = decided, now
         if self._host is None:
             self._due = self._clock.call_at(now + step_s, self._end_step)

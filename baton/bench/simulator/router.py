@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from operator import sub
 from random import Random
 
 from baton.bench.results.outcome import Outcome
 from baton.bench.simulator.config import SimulationConfig
+from baton.bench.simulator.encoders import EncodeNode, images_of
 from baton.bench.simulator.events import Timeline
 from baton.bench.simulator.handoff import Network
 from baton.bench.simulator.node import SimulatedNode, TokenTimes
@@ -24,6 +26,7 @@ from baton.messages.generation import Chunk, GenerateEvent
 from baton.messages.ids import AttemptKey, scoped
 from baton.messages.node import (
     Abort,
+    Leg,
     MoveOut,
     NodeDescription,
     Role,
@@ -171,7 +174,9 @@ class SimulatedRouter:
         rules, choices = RoomRules(config.kv_room, config.steps_ahead), config.choices
         self.view = ClusterView(rules=rules) if choices is None else SampledView(choices, rng, rules)
         self._nodes: dict[str, SimulatedNode] = {}
+        self._encoders: dict[str, EncodeNode] = {}
         self._records: dict[str, NodeRecord] = {}
+        self._images = partial(images_of, share=config.image_share, seed=config.seed)
         self._params: dict[int, SamplingParams] = {}
         self._turns = FairQueue()
         self._drawn: TokenTimes = {}
@@ -196,6 +201,13 @@ class SimulatedRouter:
         self._records[node.incarnation] = node_record(description, self._timeline.now, 10.0)
         self.view.registered(self._records.values())
         self.requests.on_attached(description)
+
+    def attach_encoder(self, node: EncodeNode) -> None:
+        """An encode node has started, and the router is attached to it."""
+        self._encoders[node.incarnation] = node
+        self._records[node.incarnation] = node_record(node.description, self._timeline.now, 10.0)
+        self.view.registered(self._records.values())
+        self.requests.on_attached(node.description)
 
     def lose(self, node: SimulatedNode) -> None:
         """The router notices that a node has died."""
@@ -257,7 +269,20 @@ class SimulatedRouter:
             self._timeline.call_at(self._timeline.now, on_fetched)
 
     def _submit(self, incarnation: str, submit: Submit) -> None:
-        """A submit arrives; one that was aborted meanwhile is dropped."""
+        """A submit arrives; a leg that computes the prompt waits for rows that encode nodes make."""
+        contents = submit.spec.contents if submit.leg is not Leg.DECODE else ()
+        makers = [self._encoders[content.encoded_by.incarnation] for content in contents if content.encoded_by]
+        if not makers:
+            self._deliver(incarnation, submit)
+        for maker in makers[:1]:  # a request has one image at most
+            maker.encode(lambda: self._fetch_rows(incarnation, submit))
+
+    def _fetch_rows(self, incarnation: str, submit: Submit) -> None:
+        at = self._timeline.now + self._network.latency_s
+        self._timeline.call_at(at, lambda: self._deliver(incarnation, submit))
+
+    def _deliver(self, incarnation: str, submit: Submit) -> None:
+        """A leg begins; one that was aborted meanwhile is dropped."""
         run, node = self.requests.find(submit.attempt.request_id), self._nodes.get(incarnation)
         if node is None or run is None or run.flight.is_over:
             return
@@ -277,7 +302,13 @@ class SimulatedRouter:
         """A request arrives now; its client has waited since `planned_s`."""
         request_id = scoped(request.tenant, f"r{request.index}")
         prompt = SimulatedPrompt(request.pieces, request.output_length, self._block_size, request_id)
-        valid = ValidRequest(prompt, self._params_for(request.output_length), request_id=request_id, model=MODEL)
+        valid = ValidRequest(
+            prompt,
+            self._params_for(request.output_length),
+            contents=self._images(request.index),
+            request_id=request_id,
+            model=MODEL,
+        )
         client = SimulatedClient(request, request_id, planned_s, self._turns, self._read, self._end)
         self.num_open += 1
         self.requests.start(self.requests.open(valid, Answer(None, valid), client, self._call_of(request.tenant)))

@@ -242,7 +242,12 @@ class _Operators:
             self.steering,
             timers,
             self.events,
-            planner_of(mode, config.goal_attainment, SizeSettings(config.min_nodes, config.max_nodes or None)),
+            planner_of(
+                mode,
+                config.goal_attainment,
+                SizeSettings(config.min_nodes, config.max_nodes or None),
+                config.max_encode_nodes or None,
+            ),
             scaler=scaler_of(config.scaler, config.cluster, os.environ) if config.scaler else None,
         )
         self.handler = OperatorHandler(view, core.dispatcher, core.membership, core.clock, own, self.planning.report)

@@ -205,6 +205,11 @@ class RouterSettings(ClusterSettings):
     max_nodes: Annotated[int, Field(ge=0, le=MOST_NODES)] = Field(
         0, description="Most of them that a --scaler starts; 0: it is not set."
     )
+    max_encode_nodes: Annotated[int, Field(ge=0, le=MOST_NODES)] = Field(
+        0,
+        description="Most encode nodes that a --scaler with a pool encode starts; one stays. 0: their number is not "
+        "changed.",
+    )
     cors_origins: Origins = Field(
         "",
         description="Origins, separated by commas, whose pages may call the HTTP service from a browser, such as "
@@ -234,6 +239,10 @@ class RouterSettings(ClusterSettings):
             raise ValueError("scaler needs max_nodes: how many nodes it may start")
         if self.max_nodes and not self.scaler:
             raise ValueError(f"max_nodes is {self.max_nodes}, and there is no scaler that could start nodes")
+        if self.max_encode_nodes and not self.scaler:
+            raise ValueError(
+                f"max_encode_nodes is {self.max_encode_nodes}, and there is no scaler that could start nodes"
+            )
         if self.max_nodes and self.max_nodes < self.min_nodes:
             raise ValueError(f"max_nodes {self.max_nodes} is less than min_nodes {self.min_nodes}")
         return self

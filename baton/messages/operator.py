@@ -216,6 +216,35 @@ class PlannedMove:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedPool:
+    """The size of a pool of nodes, as a scaler said last."""
+
+    pool: str
+    want: int
+    """How many nodes it is to have."""
+    have: int
+    """How many of them serve."""
+    next_out: str = ""
+    """The only node that can be taken away; empty: any can."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedGrowth:
+    """The growth of a pool of nodes."""
+
+    pool: str
+    before: int
+    after: int
+    state: str
+    """The name of its state in `router.planner.scaling`."""
+    reason: str
+    age_s: float
+    """Seconds since it began."""
+    took_s: float
+    """Seconds until it ended, or until now."""
+
+
+@dataclass(frozen=True, slots=True)
 class PlanReport:
     """What a router's planner has decided last."""
 
@@ -244,6 +273,17 @@ class PlanReport:
     """The share of the requests of the last minute with latency targets that kept these."""
     moves: Sequence[PlannedMove] = ()
     """The moves that go on, and the latest that have ended; the latest first."""
+    pools: Sequence[PlannedPool] = ()
+    """Empty: there is no scaler, or it has not answered for too long."""
+    growths: Sequence[PlannedGrowth] = ()
+    """Those that go on, and the latest that have ended; the latest first."""
+    encode_nodes: int = 0
+    """Those that take work; 0: there are none, and prefill nodes encode."""
+    wanted_encode_nodes: int = 0
+    encode_pressure: float = 0.0
+    """The share of their time in which they encode."""
+    wanted_encode_pressure: float = 0.0
+    """The same with the nodes that are wanted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ class GetPlanRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetPlanResponse(_message.Message):
-    __slots__ = ("mode", "leads", "reason", "prefill_nodes", "decode_nodes", "wanted_prefill_nodes", "wanted_decode_nodes", "prefill_pressure", "decode_pressure", "wanted_prefill_pressure", "wanted_decode_pressure", "requests_per_s", "prompt_tokens", "output_tokens", "attained", "moves")
+    __slots__ = ("mode", "leads", "reason", "prefill_nodes", "decode_nodes", "wanted_prefill_nodes", "wanted_decode_nodes", "prefill_pressure", "decode_pressure", "wanted_prefill_pressure", "wanted_decode_pressure", "requests_per_s", "prompt_tokens", "output_tokens", "attained", "moves", "pools", "growths", "encode_nodes", "wanted_encode_nodes", "encode_pressure", "wanted_encode_pressure")
     MODE_FIELD_NUMBER: _ClassVar[int]
     LEADS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +144,12 @@ class GetPlanResponse(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ATTAINED_FIELD_NUMBER: _ClassVar[int]
     MOVES_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    GROWTHS_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_NODES_FIELD_NUMBER: _ClassVar[int]
+    WANTED_ENCODE_NODES_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_PRESSURE_FIELD_NUMBER: _ClassVar[int]
+    WANTED_ENCODE_PRESSURE_FIELD_NUMBER: _ClassVar[int]
     mode: str
     leads: bool
     reason: str
@@ -160,7 +166,13 @@ class GetPlanResponse(_message.Message):
     output_tokens: float
     attained: float
     moves: _containers.RepeatedCompositeFieldContainer[PlannedMove]
-    def __init__(self, mode: _Optional[str] = ..., leads: _Optional[bool] = ..., reason: _Optional[str] = ..., prefill_nodes: _Optional[int] = ..., decode_nodes: _Optional[int] = ..., wanted_prefill_nodes: _Optional[int] = ..., wanted_decode_nodes: _Optional[int] = ..., prefill_pressure: _Optional[float] = ..., decode_pressure: _Optional[float] = ..., wanted_prefill_pressure: _Optional[float] = ..., wanted_decode_pressure: _Optional[float] = ..., requests_per_s: _Optional[float] = ..., prompt_tokens: _Optional[float] = ..., output_tokens: _Optional[float] = ..., attained: _Optional[float] = ..., moves: _Optional[_Iterable[_Union[PlannedMove, _Mapping]]] = ...) -> None: ...
+    pools: _containers.RepeatedCompositeFieldContainer[PlannedPool]
+    growths: _containers.RepeatedCompositeFieldContainer[PlannedGrowth]
+    encode_nodes: int
+    wanted_encode_nodes: int
+    encode_pressure: float
+    wanted_encode_pressure: float
+    def __init__(self, mode: _Optional[str] = ..., leads: _Optional[bool] = ..., reason: _Optional[str] = ..., prefill_nodes: _Optional[int] = ..., decode_nodes: _Optional[int] = ..., wanted_prefill_nodes: _Optional[int] = ..., wanted_decode_nodes: _Optional[int] = ..., prefill_pressure: _Optional[float] = ..., decode_pressure: _Optional[float] = ..., wanted_prefill_pressure: _Optional[float] = ..., wanted_decode_pressure: _Optional[float] = ..., requests_per_s: _Optional[float] = ..., prompt_tokens: _Optional[float] = ..., output_tokens: _Optional[float] = ..., attained: _Optional[float] = ..., moves: _Optional[_Iterable[_Union[PlannedMove, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[PlannedPool, _Mapping]]] = ..., growths: _Optional[_Iterable[_Union[PlannedGrowth, _Mapping]]] = ..., encode_nodes: _Optional[int] = ..., wanted_encode_nodes: _Optional[int] = ..., encode_pressure: _Optional[float] = ..., wanted_encode_pressure: _Optional[float] = ...) -> None: ...
 
 class PlannedMove(_message.Message):
     __slots__ = ("node", "origin", "to", "state", "reason", "age_s", "took_s")
@@ -179,6 +191,36 @@ class PlannedMove(_message.Message):
     age_s: float
     took_s: float
     def __init__(self, node: _Optional[str] = ..., origin: _Optional[str] = ..., to: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ..., took_s: _Optional[float] = ...) -> None: ...
+
+class PlannedPool(_message.Message):
+    __slots__ = ("pool", "want", "have", "next_out")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    WANT_FIELD_NUMBER: _ClassVar[int]
+    HAVE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_OUT_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    want: int
+    have: int
+    next_out: str
+    def __init__(self, pool: _Optional[str] = ..., want: _Optional[int] = ..., have: _Optional[int] = ..., next_out: _Optional[str] = ...) -> None: ...
+
+class PlannedGrowth(_message.Message):
+    __slots__ = ("pool", "before", "after", "state", "reason", "age_s", "took_s")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    TOOK_S_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    before: int
+    after: int
+    state: str
+    reason: str
+    age_s: float
+    took_s: float
+    def __init__(self, pool: _Optional[str] = ..., before: _Optional[int] = ..., after: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ..., took_s: _Optional[float] = ...) -> None: ...
 
 class ListTenantsRequest(_message.Message):
     __slots__ = ("limit",)

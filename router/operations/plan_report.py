@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from baton.messages.node import Role
-from baton.messages.operator import PlannedMove, PlanReport
+from baton.messages.operator import PlannedGrowth, PlannedMove, PlannedPool, PlanReport
 from baton.observe.metrics import Figure
-from router.planner.encoders import EncoderDemand
 from router.planner.moves import ENDS, OUT
 from router.planner.planner import Plan, Planner
-from router.planner.scaling import GROWTH_ENDS, Growth
+from router.planner.scaling import GROWTH_ENDS, Scaling
 from router.scalers.scaler import ScalerFault
 
 _MOST_SHOWN = 1e6
 """The pressure that is shown where a role has no node."""
-_POOLS = ("prefill", "decode")
+_POOLS = ("prefill", "decode", "encode")
 """The pools that grow."""
 
 
@@ -24,17 +24,25 @@ def plan_report(planner: Planner, plan: Plan | None, mode: str, *, leads: bool, 
     """What was decided last. `why_not`: why this router does not plan."""
     if not leads or plan is None:
         return PlanReport(mode, leads, why_not)
-    moves = _changes_of(planner, now)
-    encoders = planner.encoders
-    rows = f"encode: pressure {encoders.pressure:.2f}, {encoders.num_nodes} nodes, {encoders.wanted} wanted"
-    also = _joined("" if planner.scaling is None else planner.scaling.told(now), rows if encoders.num_nodes else "")
-    if plan.verdict is None or plan.situation is None:
-        return PlanReport(mode, leads=True, reason=_joined(plan.why_not, also), moves=moves)
-    verdict, situation = plan.verdict, plan.situation
-    return PlanReport(
-        mode=mode,
+    encoders, scaling = planner.encoders, planner.scaling
+    common = PlanReport(
+        mode,
         leads=True,
-        reason=_joined(verdict.reason, also),
+        reason=_joined(plan.why_not, "" if scaling is None else scaling.told(now)),
+        moves=_moves_of(planner, now),
+        pools=() if scaling is None else _pools_of(scaling, now),
+        growths=() if scaling is None else _growths_of(scaling, now),
+        encode_nodes=encoders.num_nodes,
+        wanted_encode_nodes=encoders.wanted,
+        encode_pressure=encoders.pressure,
+        wanted_encode_pressure=encoders.pressure_with(encoders.wanted),
+    )
+    if plan.verdict is None or plan.situation is None:
+        return common
+    verdict, situation = plan.verdict, plan.situation
+    return replace(
+        common,
+        reason=_joined(verdict.reason, common.reason),
         prefill_nodes=situation.num_prefill,
         decode_nodes=situation.num_decode,
         wanted_prefill_nodes=verdict.wanted_prefill,
@@ -47,18 +55,16 @@ def plan_report(planner: Planner, plan: Plan | None, mode: str, *, leads: bool, 
         prompt_tokens=situation.load.prompt_tokens,
         output_tokens=situation.load.output_tokens,
         attained=situation.attained.share,
-        moves=moves,
     )
 
 
 def plan_figures(planner: Planner, report: PlanReport) -> Iterator[Figure]:
     """The metrics, for the metrics page."""
     yield Figure("planner_leads", "Whether this router plans moves.", float(report.leads), {})
-    encoders = planner.encoders if report.leads else EncoderDemand()
     of_roles = (
         (Role.PREFILL, report.prefill_pressure, report.prefill_nodes, report.wanted_prefill_nodes),
         (Role.DECODE, report.decode_pressure, report.decode_nodes, report.wanted_decode_nodes),
-        (Role.ENCODE, encoders.pressure, encoders.num_nodes, encoders.wanted),
+        (Role.ENCODE, report.encode_pressure, report.encode_nodes, report.wanted_encode_nodes),
     )
     for role, pressure, present, wanted in of_roles:
         labels = {"role": role.value}
@@ -87,10 +93,9 @@ def _joined(*parts: str) -> str:
     return "; ".join(filter(None, parts))
 
 
-def _changes_of(planner: Planner, now: float) -> tuple[PlannedMove, ...]:
-    """The changes that go on and those that have ended, the latest first; a growth of a pool looks like a move."""
-    book, scaling = planner.book, planner.scaling
-    moves = [
+def _moves_of(planner: Planner, now: float) -> tuple[PlannedMove, ...]:
+    book = planner.book
+    return tuple(
         PlannedMove(
             move.name,
             move.origin.value,
@@ -100,19 +105,24 @@ def _changes_of(planner: Planner, now: float) -> tuple[PlannedMove, ...]:
             now - move.began_at,
             (now if move.ended_at is None else move.ended_at) - move.began_at,
         )
-        for move in reversed([*book.ended, *book.moves])
-    ]
-    growths = [] if scaling is None else [_row_of(growth, now) for growth in [*scaling.ended, *scaling.growths]]
-    return tuple(sorted([*moves, *growths], key=lambda row: row.age_s))
-
-
-def _row_of(growth: Growth, now: float) -> PlannedMove:
-    return PlannedMove(
-        f"pool {growth.pool}",
-        f"{growth.before} nodes",
-        f"{growth.after} nodes",
-        growth.state.value,
-        growth.reason,
-        now - growth.began_at,
-        (now if growth.ended_at is None else growth.ended_at) - growth.began_at,
+        for move in sorted([*book.ended, *book.moves], key=lambda one: -one.began_at)
     )
+
+
+def _growths_of(scaling: Scaling, now: float) -> tuple[PlannedGrowth, ...]:
+    return tuple(
+        PlannedGrowth(
+            growth.pool,
+            growth.before,
+            growth.after,
+            growth.state.value,
+            growth.reason,
+            now - growth.began_at,
+            (now if growth.ended_at is None else growth.ended_at) - growth.began_at,
+        )
+        for growth in sorted([*scaling.ended, *scaling.growths], key=lambda one: -one.began_at)
+    )
+
+
+def _pools_of(scaling: Scaling, now: float) -> tuple[PlannedPool, ...]:
+    return tuple(PlannedPool(name, size.want, size.have, size.next_out) for name, size in scaling.known(now).items())

@@ -63,10 +63,13 @@ class PlannerMode(Enum):
     ON = "on"
 
 
-def planner_of(mode: PlannerMode, goal: float, size: SizeSettings) -> Planner:
-    """A planner by the router's own law. `goal`: the share of requests that are to keep their targets."""
+def planner_of(mode: PlannerMode, goal: float, size: SizeSettings, most_encoders: int | None = None) -> Planner:
+    """A planner by the router's own law. `goal`: the share of requests that are to keep their targets.
+
+    `most_encoders`: as for `Planner`.
+    """
     law = PressureLaw(LawSettings(goal=goal, size=size))
-    return Planner(acts=mode is PlannerMode.ON, law=law, most_nodes=size.max_nodes)
+    return Planner(acts=mode is PlannerMode.ON, law=law, most_nodes=size.max_nodes, most_encoders=most_encoders)
 
 
 class Planning:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Final, TypeAlias
 
 from cachetools import FIFOCache
@@ -278,10 +278,13 @@ class MoveBook:
         """The moves that go on, the oldest first."""
         return list(self._open.values())
 
-    @property
-    def num_changing(self) -> int:
-        """How many nodes are on their way: those that warm up are there."""
-        return sum(move.state is not MoveState.WARMING for move in self._open.values())
+    def num_changing(self, roles: Collection[Role]) -> int:
+        """How many nodes are on their way from these roles: those that warm up are there."""
+        return sum(move.origin in roles and move.state is not MoveState.WARMING for move in self._open.values())
+
+    def moves_away(self, name: str) -> bool:
+        """Whether the node of this name moves to another role, or out."""
+        return name in self._open
 
     def counts(self, nodes: Iterable[PlannedNode]) -> Mapping[Role, int]:
         """The ready nodes of each role once all moves have ended."""
@@ -350,10 +353,10 @@ class MoveBook:
                 return self._feed(move, MoveEvent.TURNED, now)
         return ()
 
-    def keep(self, now: float) -> Sequence[MoveEffect]:
-        """Keep a node that was to be taken away, if one still can be kept. Empty: there is none."""
+    def keep(self, roles: Collection[Role], now: float) -> Sequence[MoveEffect]:
+        """Keep a node of these roles that was to be taken away, if one still can be kept. Empty: there is none."""
         for move in self._open.values():
-            if move.to is None and move.may_turn:
+            if move.to is None and move.origin in roles and move.may_turn:
                 return self._feed(move, MoveEvent.TURNED, now)
         return ()
 

@@ -31,12 +31,9 @@ def observe(
     `cordoned` and `assigned`: names of nodes that operators have cordoned, or given a role. `settle_s`: within so many
     seconds all routers know that a node is cordoned.
     """
+    attached = [(node, node.description) for node in view.attached_nodes() if node.description is not None]
     # An encode node has its model's encoder alone: it neither moves nor sustains tokens.
-    nodes = [
-        (node, node.description)
-        for node in view.attached_nodes()
-        if node.description is not None and node.description.role is not Role.ENCODE
-    ]
+    nodes = [(node, one) for node, one in attached if one.role is not Role.ENCODE]
     usual = {one.incarnation: requests.placer.usual_rates(one.incarnation) for _, one in nodes}
     target = requests.placer.target
     knows_both = all(one.num_prompt_steps and one.num_decode_steps for one in usual.values())
@@ -46,18 +43,19 @@ def observe(
         num_steps=min((one.num_steps for one in usual.values()), default=0) if knows_both else 0,
         backlog=_backlog(view.candidates(), requests.num_waiting),
         settle_s=settle_s,
-        encoder_inputs=[encoder.load for encoder in view.encoders()],
+        encoders=[_planned(node, one, cordoned, assigned) for node, one in attached if one.role is Role.ENCODE],
     )
 
 
 def _planned(node: KnownNode, description: NodeDescription, cordoned: Set[str], assigned: Set[str]) -> PlannedNode:
     name, load = description.node_id, node.load
     num_requests = load.running + load.waiting + load.waiting_for_remote_kvs + node.ours
+    encodes, num_inputs = description.role is Role.ENCODE, load.running + load.waiting
     return PlannedNode(
         name=name,
         incarnation=description.incarnation,
         role=description.role,
-        work=float(load.context_tokens + load.uncomputed_tokens),
+        work=float(num_inputs if encodes else load.context_tokens + load.uncomputed_tokens),
         is_idle=not (num_requests or load.leased_blocks or load.quarantined_blocks),
         is_ready=node.state in (NodeState.READY, NodeState.CORDONED) and name not in cordoned,
         is_operators=name in cordoned or name in assigned,

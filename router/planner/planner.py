@@ -1,19 +1,21 @@
 """The planner: decides which nodes change their roles and how many there are, by what it is shown of a cluster. Pure.
 
+Prefill and decode nodes are planned together. Encode nodes have a number of their own, and never change their role.
+
 It decides the same whether it acts or only advises: a planner that advises ends each of its moves as it begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from baton.messages.node import Role
 from baton.values import value
 from router.planner.capacity import Capacity
 from router.planner.demand import DemandMeter, Forecast, latest
-from router.planner.encoders import EncoderDemand, EncoderMeter
+from router.planner.encoders import EncoderDemand, EncoderMeter, encoder_law
 from router.planner.law import Law, PressureLaw, Situation, Verdict, pressure_of
 from router.planner.moves import Move, MoveBook, MoveEffect, MoveState, PlannedNode
 from router.planner.scaling import Answer, Ask, Growth, GrowthEnded, Remove, Scaling
@@ -25,6 +27,8 @@ PERIOD_S = 5.0
 LEAST_STEPS = 64
 """Rates that were learnt from fewer steps say little: no node moves by them."""
 _ATTAINED_S = 60.0
+_MOVING = (Role.PREFILL, Role.DECODE)
+"""The roles between which nodes move."""
 _WITHIN_TARGETS = 4.0
 """What waits is to be served within so many times the target of the first token."""
 
@@ -54,8 +58,13 @@ class Observation:
     backlog: Backlog
     settle_s: float = 0.0
     """Within so many seconds all routers know that a node is cordoned."""
-    encoder_inputs: Sequence[int] = ()
-    """The inputs that each encode node that takes work has."""
+    encoders: Sequence[PlannedNode] = ()
+    """The attached encode nodes; their `work` is the inputs that they have."""
+
+    @property
+    def all_nodes(self) -> Sequence[PlannedNode]:
+        """Nodes of all roles."""
+        return [*self.nodes, *self.encoders]
 
 
 PlanEffect: TypeAlias = MoveEffect | GrowthEnded
@@ -82,19 +91,28 @@ class Planner:
     """Plans for one cluster. Seconds on the caller's clock."""
 
     def __init__(
-        self, *, acts: bool, law: Law | None = None, forecast: Forecast = latest, most_nodes: int | None = None
+        self,
+        *,
+        acts: bool,
+        law: Law | None = None,
+        forecast: Forecast = latest,
+        most_nodes: int | None = None,
+        most_encoders: int | None = None,
     ) -> None:
         """`acts`: whether the effects are carried out; if not, nothing but the decisions comes of a tick.
 
-        `most_nodes`: None: nobody can be told to change the number of nodes.
+        `most_nodes`: the most prefill and decode nodes together; None: nobody can be told to change the number of
+        nodes. `most_encoders`: None: the number of encode nodes is not changed.
         """
         self.meter = DemandMeter()
         self.book = MoveBook()
-        self.scaling = None if most_nodes is None else Scaling(most_nodes)
+        self.scaling = None if most_nodes is None else Scaling()
         self._most_nodes = most_nodes
+        self._most_encoders = most_encoders
         self.encoders = EncoderDemand()
-        """How busy encode nodes are; their number is told to operators, and not changed."""
+        """How busy encode nodes are, and how many are wanted, as of the last decision."""
         self._encoder_meter = EncoderMeter()
+        self._encoder_law = None if most_encoders is None else encoder_law(most_encoders)
         self._attached: frozenset[str] = frozenset()
         """The names of all nodes, when they were seen last."""
         self._acts = acts
@@ -104,14 +122,54 @@ class Planner:
 
     def tick(self, seen: Observation, now: float) -> Plan:
         """Follow the moves, and decide on further ones if it is time."""
-        self._attached = frozenset(node.name for node in seen.nodes)
-        self.encoders = self._encoder_meter.sample(seen.encoder_inputs, now)
-        effects: list[PlanEffect] = [*self.book.follow(seen.nodes, seen.settle_s, now)]
+        self._attached = frozenset(node.name for node in seen.all_nodes)
+        encoders = self._encoder_meter.sample(
+            [int(node.work) for node in seen.encoders if node.is_ready and not self.book.moves_away(node.name)], now
+        )
+        effects: list[PlanEffect] = [*self.book.follow(seen.all_nodes, seen.settle_s, now)]
         if self.scaling is not None:
             effects += self.scaling.follow(now)
         if now < self._decides_at:
             return Plan(effects, None, (), (), None, "")
         self._decides_at = now + PERIOD_S
+        self.encoders = encoders
+        more, encoders_grown, encoders_removed = self._plan_encoders(seen, now)
+        plan = self._plan_others(seen, now)
+        return replace(
+            plan,
+            effects=[*effects, *more, *plan.effects] if self._acts else (),
+            started=[*encoders_removed, *plan.started],
+            grown=[*encoders_grown, *plan.grown],
+        )
+
+    def _plan_encoders(self, seen: Observation, now: float) -> tuple[Sequence[PlanEffect], list[Growth], list[Move]]:
+        """Decide on the number of encode nodes."""
+        scaling, demand, roles = self.scaling, self.encoders, (Role.ENCODE,)
+        most = self._most_encoders
+        if scaling is None or self._encoder_law is None or most is None or not demand.num_nodes:
+            return (), [], []
+        if Role.ENCODE.value not in scaling.sizes:
+            return (), [], []
+        count = demand.num_nodes + scaling.num_coming(roles)
+        pools = scaling.state(roles, self.book.num_changing(roles), now)
+        size = self._encoder_law.decide(count, demand.pressure_with, now, pools)
+        self.encoders = replace(demand, wanted=size.wanted)
+        effects, to_add = self._keep(size.to_add, roles, now)
+        told = f"pressure {demand.pressure_with(count):.2f} with {count} encode nodes"
+        grown: list[Growth] = []
+        move: Move | None = None
+        if to_add:
+            reason = f"{told} becomes {demand.pressure_with(size.wanted):.2f} with {size.wanted}"
+            grown = scaling.grow({Role.ENCODE: to_add}, to_add, most, reason, now)
+        elif size.to_remove:
+            left = demand.pressure_with(count - 1)
+            reason = f"{told}, {left:.2f} with {count - 1}"
+            move = self.book.start_removal(seen.encoders, scaling.only(roles), {Role.ENCODE: left}, reason, now)
+        return self._begun(scaling, effects, grown, move, seen, now)
+
+    def _plan_others(self, seen: Observation, now: float) -> Plan:
+        """Decide on prefill and decode nodes."""
+        effects: list[PlanEffect] = []
         counts = self.book.counts(seen.nodes)
         if seen.capacity is None or sum(counts.values()) < 2:
             return Plan(effects, None, (), (), None, "there are fewer than two nodes")
@@ -127,15 +185,10 @@ class Planner:
             effects += more
         grown: list[Growth] = []
         if self.scaling is not None:
-            to_add = verdict.size.to_add
-            while to_add and (kept := self.book.keep(now)):
-                effects += kept
-                to_add -= 1
-            grown, removed = self._resize(self.scaling, verdict, situation, to_add, seen.nodes, now)
+            resized, grown, removed = self._resize(self.scaling, verdict, situation, seen, now)
+            effects += resized
             started += removed
-            if self._acts and removed:
-                effects += self.book.follow(seen.nodes, seen.settle_s, now)
-        return Plan(effects if self._acts else (), verdict, started, grown, situation, "")
+        return Plan(effects, verdict, started, grown, situation, "")
 
     def next_ask(self, now: float) -> Ask | None:
         """What is to be asked of the scaler now, if no call to it goes on."""
@@ -155,7 +208,7 @@ class Planner:
         """Another planner decides: forget what goes on."""
         self.book = MoveBook()
         if self._most_nodes is not None:
-            self.scaling = Scaling(self._most_nodes)
+            self.scaling = Scaling()
 
     def _situation(self, seen: Observation, capacity: Capacity, now: float) -> Situation:
         load, counts, backlog = self._forecast(self.meter, now), self.book.counts(seen.nodes), seen.backlog
@@ -172,8 +225,10 @@ class Planner:
             num_prefill=counts[Role.PREFILL],
             num_decode=counts[Role.DECODE],
             attained=self.meter.attained(_ATTAINED_S, now),
-            pools=PoolState.UNSCALED if scaling is None else scaling.state(self.book.num_changing, now),
-            num_coming=0 if scaling is None else scaling.num_coming,
+            pools=PoolState.UNSCALED
+            if scaling is None
+            else scaling.state(_MOVING, self.book.num_changing(_MOVING), now),
+            num_coming=0 if scaling is None else scaling.num_coming(_MOVING),
         )
 
     def _move(
@@ -185,7 +240,7 @@ class Planner:
             effects += turned
             count -= 1
         started: list[Move] = []
-        may_start = min(count, verdict.most_moves - self.book.num_changing)
+        may_start = min(count, verdict.most_moves - self.book.num_changing(_MOVING))
         while len(started) < may_start:
             move = self.book.start(towards, seen.nodes, verdict.reason, now)
             if move is None:
@@ -195,7 +250,7 @@ class Planner:
             if not self._acts:
                 self.book.turn(move.origin, now)
         if self._acts and started:
-            effects += self.book.follow(seen.nodes, seen.settle_s, now)
+            effects += self.book.follow(seen.all_nodes, seen.settle_s, now)
         return effects, started
 
     def _resize(
@@ -203,34 +258,56 @@ class Planner:
         scaling: Scaling,
         verdict: Verdict,
         situation: Situation,
-        to_add: int,
-        nodes: Sequence[PlannedNode],
+        seen: Observation,
         now: float,
-    ) -> tuple[list[Growth], list[Move]]:
-        """Let pools grow, or a node leave."""
+    ) -> tuple[Sequence[PlanEffect], list[Growth], list[Move]]:
+        """Let pools of prefill and decode nodes grow, or such a node leave."""
         size, count = verdict.size, situation.num_nodes
+        effects, to_add = self._keep(size.to_add, _MOVING, now)
         pressure = f"pressure {verdict.then.worst:.2f} with {count} nodes"
         grown: list[Growth] = []
-        removed: list[Move] = []
-        if to_add:
-            counts = self.book.counts(nodes)
+        move: Move | None = None
+        if to_add and self._most_nodes is not None:
+            counts = self.book.counts(seen.nodes)
             missing = {
                 Role.PREFILL: verdict.wanted_prefill - counts[Role.PREFILL],
                 Role.DECODE: size.wanted - verdict.wanted_prefill - counts[Role.DECODE],
             }
             reason = f"{pressure} becomes {verdict.wanted.worst:.2f} with {size.wanted}"
-            grown = scaling.grow(missing, to_add, reason, now)
+            grown = scaling.grow(missing, to_add, self._most_nodes, reason, now)
         elif size.to_remove and verdict.towards is None:
             left = self._left_without(situation)
             reason = f"{pressure}, {min(left.values(), default=0.0):.2f} with {count - 1}"
-            move = self.book.start_removal(nodes, scaling.only, left, reason, now)
-            removed = [] if move is None else [move]
-        if not self._acts:
-            for growth in grown:
-                scaling.cancel(growth, now)
-            for move in removed:
-                self.book.turn(move.origin, now)
-        return grown, removed
+            move = self.book.start_removal(seen.nodes, scaling.only(_MOVING), left, reason, now)
+        return self._begun(scaling, effects, grown, move, seen, now)
+
+    def _keep(self, count: int, roles: Collection[Role], now: float) -> tuple[Sequence[PlanEffect], int]:
+        """Of so many nodes that are wanted more, those come first that were to leave. Returns how many are left."""
+        effects: list[PlanEffect] = []
+        while count and (kept := self.book.keep(roles, now)):
+            effects += kept
+            count -= 1
+        return effects, count
+
+    def _begun(
+        self,
+        scaling: Scaling,
+        effects: Sequence[PlanEffect],
+        grown: list[Growth],
+        removal: Move | None,
+        seen: Observation,
+        now: float,
+    ) -> tuple[Sequence[PlanEffect], list[Growth], list[Move]]:
+        """A planner that advises ends what has begun; one that acts goes on with it."""
+        removed = [] if removal is None else [removal]
+        if self._acts:
+            more = self.book.follow(seen.all_nodes, seen.settle_s, now) if removed else ()
+            return [*effects, *more], grown, removed
+        for growth in grown:
+            scaling.cancel(growth, now)
+        for move in removed:
+            self.book.turn(move.origin, now)
+        return (), grown, removed
 
     def _left_without(self, situation: Situation) -> dict[Role, float]:
         """The pressure without a node of each role that has more than one."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from baton.machine import Machine
@@ -162,9 +162,7 @@ class GrowthEnded:
 class Scaling:
     """What is known of the pools of a cluster, and the growths that go on. Seconds on the caller's clock."""
 
-    def __init__(self, most_nodes: int) -> None:
-        """`most_nodes`: pools are to have no more together, however few of their nodes this router sees."""
-        self._most_nodes = most_nodes
+    def __init__(self) -> None:
         self.sizes: Mapping[str, PoolSize] = {}
         """The sizes of the pools, by role, as they were observed last."""
         self.trouble = ""
@@ -175,35 +173,41 @@ class Scaling:
         self.num_ended: Counter[tuple[str, GrowthState]] = Counter()
         self.num_failures: Counter[ScalerFault] = Counter()
         self._observed_at = -math.inf
-        self._level_since = math.inf
-        """Since when all pools have had all their nodes."""
+        self._level_since: dict[str, float] = {}
+        """Since when each pool has had all its nodes; without those that have not."""
         self._must_observe = True
         self._asks_at = 0.0
         self._rests_until = 0.0
         self._num_failed = self._num_refused = 0
         """In a row."""
 
-    def state(self, num_moves: int, now: float) -> PoolState:
-        """What is known of the pools. `num_moves`: nodes that move or leave."""
+    def state(self, roles: Collection[Role], num_moves: int, now: float) -> PoolState:
+        """What is known of the pools of these roles. `num_moves`: nodes that move or leave."""
         if now >= self._observed_at + FRESH_S or now < self._rests_until:
             return PoolState.BLIND
-        is_settled = now >= self._level_since + LEVEL_S and not self.growths and not num_moves
+        names = self._pools_of(roles).keys()
+        is_level = all(now >= self._level_since.get(name, math.inf) + LEVEL_S for name in names)
+        is_settled = is_level and not num_moves and not any(growth.pool in names for growth in self.growths)
         return PoolState.SETTLED if is_settled else PoolState.CHANGING
 
-    @property
-    def num_coming(self) -> int:
-        """The nodes that the pools are to have and that don't serve yet."""
-        return sum(max(0, size.want - size.have) for size in self.sizes.values())
+    def num_coming(self, roles: Collection[Role]) -> int:
+        """The nodes that the pools of these roles are to have and that don't serve yet."""
+        return sum(max(0, size.want - size.have) for size in self._pools_of(roles).values())
 
-    @property
-    def only(self) -> frozenset[str]:
-        """The names of the only nodes that can be taken away; empty: any can."""
-        return frozenset(size.next_out for size in self.sizes.values() if size.next_out)
+    def only(self, roles: Collection[Role]) -> frozenset[str]:
+        """The names of the only nodes of these roles that can be taken away; empty: any can."""
+        return frozenset(size.next_out for size in self._pools_of(roles).values() if size.next_out)
+
+    def _pools_of(self, roles: Collection[Role]) -> Mapping[str, PoolSize]:
+        return {role.value: self.sizes[role.value] for role in roles if role.value in self.sizes}
+
+    def known(self, now: float) -> Mapping[str, PoolSize]:
+        """The sizes of the pools; empty where the last that were observed are too old."""
+        return self.sizes if now < self._observed_at + FRESH_S else {}
 
     def told(self, now: float) -> str:
-        """The pools, or what is wrong with their scaler, for people."""
-        pools = ", ".join(f"{name} {size.have} of {size.want} serve" for name, size in self.sizes.items())
-        parts = [f"pools: {pools}" if now < self._observed_at + FRESH_S else "the sizes of the pools are not known"]
+        """What is wrong with the scaler of the pools, for people; empty: nothing."""
+        parts = [] if self.known(now) else ["the sizes of the pools are not known"]
         if self.trouble:
             parts.append(f"the scaler was {self.trouble}")
         if now < max(self._rests_until, self._asks_at):
@@ -211,14 +215,15 @@ class Scaling:
             parts.append(f"{what} for {max(self._rests_until, self._asks_at) - now:.0f} s")
         return "; ".join(parts)
 
-    def grow(self, missing: Mapping[Role, int], count: int, reason: str, now: float) -> list[Growth]:
+    def grow(self, missing: Mapping[Role, int], count: int, most: int, reason: str, now: float) -> list[Growth]:
         """Let the pools grow by so many nodes together. `missing`: what each role lacks; most of all gets a node first.
 
-        A role without a pool gets its nodes from the other one, by a move. Without any pool nothing grows.
+        `most`: these pools are to have no more together, however few of their nodes this router sees. A role without a
+        pool gets its nodes from the other one, by a move. Without any pool nothing grows.
         """
         short, more = dict(missing), Counter[str]()
         roles = {role for role in missing if role.value in self.sizes}
-        room = self._most_nodes - sum(self.sizes[role.value].want for role in roles)
+        room = most - sum(self.sizes[role.value].want for role in roles)
         for _ in range(min(count, room) if roles else 0):
             role = max(roles, key=lambda one: (short[one], one.value))
             short[role] -= 1
@@ -233,11 +238,11 @@ class Scaling:
     def follow(self, now: float) -> list[GrowthEnded]:
         """Take what the sizes show now."""
         ended: list[GrowthEnded] = []
-        is_fresh = now < self._observed_at + FRESH_S
+        sizes = self.known(now)
         for growth in list(self.growths):
             # Several events may be due at once.
             while growth.ended_at is None:
-                event = growth.observed(self.sizes.get(growth.pool) if is_fresh else None, now)
+                event = growth.observed(sizes.get(growth.pool), now)
                 if event is None:
                     break
                 ended += self._feed(growth, event, now)
@@ -279,7 +284,8 @@ class Scaling:
                 self._num_failed = 0
                 self.trouble = self.trouble if now < self._rests_until else ""
             return ended, None
-        self._num_failed, self._num_refused, self.trouble, self._level_since = 0, 0, "", math.inf
+        self._num_failed, self._num_refused, self.trouble = 0, 0, ""
+        self._level_since.clear()
         if isinstance(ask, Remove):
             return [], MoveEvent.ACCEPTED
         for growth in self._asked(ask):
@@ -288,15 +294,16 @@ class Scaling:
 
     def forget_sizes(self) -> None:
         """A call was given up, or others may have changed the pools: ask before the next change."""
-        self._must_observe, self._observed_at, self._level_since = True, -math.inf, math.inf
+        self._must_observe, self._observed_at = True, -math.inf
+        self._level_since.clear()
 
     def _observed(self, sizes: Mapping[str, PoolSize], now: float) -> None:
-        wants = {name: size.want for name, size in sizes.items()}
-        is_level = all(size.want == size.have for size in sizes.values())
-        if not is_level or wants != {name: size.want for name, size in self.sizes.items()}:
-            self._level_since = math.inf
-        if is_level:
-            self._level_since = min(self._level_since, now)
+        level_since: dict[str, float] = {}
+        for name, size in sizes.items():
+            if size.want == size.have:
+                is_same = name in self.sizes and self.sizes[name].want == size.want
+                level_since[name] = self._level_since.get(name, now) if is_same else now
+        self._level_since = level_since
         self.sizes, self._observed_at, self._must_observe = sizes, now, False
 
     def _failed(self, ask: Ask, error: ScalerFailed, now: float) -> tuple[list[GrowthEnded], MoveEvent | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ class SizeSettings:
     """None: the number of nodes is not planned."""
     most_pressure: float = 0.8
     """There are to be as many nodes as keep the pressure below it."""
+    busy_s: float = 0.0
+    """Nodes are added once the pressure has been above it for so long."""
     idle_pressure: float = 0.6
     """One node less is enough if the pressure without it has been below this for `idle_s`."""
     idle_s: float = 300.0
@@ -54,6 +57,7 @@ class SizeLaw:
         self._wanted: int | None = None
         """None: nothing has been decided yet."""
         self._added_at: list[float] = []
+        self._busy_since = math.inf
         self._idle_since: float | None = None
 
     def decide(
@@ -78,12 +82,15 @@ class SizeLaw:
         if pools is PoolState.BLIND:
             return Size(wanted)
         may_remove = pools is not PoolState.CHANGING
-        least, most = max(2, settings.min_nodes), max(2, settings.max_nodes)
+        least, most = settings.min_nodes, settings.max_nodes
         before, wanted = wanted, min(most, max(least, wanted))
         bounded = wanted
         self._added_at = [at for at in self._added_at if now < at + 60.0]
+        is_busy = pressure_with(wanted) > settings.most_pressure
+        self._busy_since = min(self._busy_since, now) if is_busy else math.inf
         while (
-            wanted < most
+            now >= self._busy_since + settings.busy_s
+            and wanted < most
             and len(self._added_at) < settings.most_added_a_minute
             and pressure_with(wanted) > settings.most_pressure
         ):

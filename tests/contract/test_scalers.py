@@ -46,12 +46,13 @@ async def fault_of(call: object) -> ScalerFailed:
 
 
 async def test_a_pool_grows_to_a_number_once_however_often_it_is_told(site: Site) -> None:
-    assert await sizes(site.scaler) == {"prefill": (1, 1), "decode": (2, 2)}
-    await site.scaler.scale("decode", 4)
-    await site.scaler.scale("decode", 4)
+    assert await sizes(site.scaler) == {"prefill": (1, 1), "decode": (2, 2), "encode": (1, 1)}
+    for pool, nodes in (("decode", 4), ("encode", 2)):
+        await site.scaler.scale(pool, nodes)
+        await site.scaler.scale(pool, nodes)
     await site.settle()
-    assert await sizes(site.scaler) == {"prefill": (1, 1), "decode": (4, 4)}
-    assert len(site.nodes("decode")) == 4
+    assert await sizes(site.scaler) == {"prefill": (1, 1), "decode": (4, 4), "encode": (2, 2)}
+    assert (len(site.nodes("decode")), len(site.nodes("encode"))) == (4, 2)
 
 
 async def test_exactly_the_named_node_goes_and_a_second_call_takes_no_other(site: Site) -> None:
@@ -60,7 +61,7 @@ async def test_exactly_the_named_node_goes_and_a_second_call_takes_no_other(site
     await site.scaler.remove(goes)
     await site.scaler.remove(goes)
     await site.settle()
-    assert await sizes(site.scaler) == {"prefill": (1, 1), "decode": (1, 1)}
+    assert await sizes(site.scaler) == {"prefill": (1, 1), "decode": (1, 1), "encode": (1, 1)}
     assert site.nodes("decode") == [second if goes == first else first]
 
 
@@ -69,8 +70,8 @@ async def test_what_would_stop_a_node_that_was_not_named_changes_nothing(site: S
     fewer = await fault_of(site.scaler.scale("decode", 1))
     assert (fewer.fault, fewer.subject) == (ScalerFault.REFUSED, "pool decode")
     assert (await fault_of(site.scaler.scale("decode", 5000))).fault is ScalerFault.REFUSED
-    other = await fault_of(site.scaler.scale("encode", 3))
-    assert (other.fault, other.subject) == (ScalerFault.UNKNOWN_POOL, "pool encode")
+    other = await fault_of(site.scaler.scale("other", 3))
+    assert (other.fault, other.subject) == (ScalerFault.UNKNOWN_POOL, "pool other")
     unknown = await fault_of(site.scaler.remove("decode-77"))
     assert (unknown.fault, unknown.subject) == (ScalerFault.UNKNOWN_NODE, "node decode-77")
     await site.settle()
@@ -191,7 +192,7 @@ async def test_a_job_gets_no_secret_and_the_answers_of_slurm_are_checked(tmp_pat
     for line in ("c.decode|N/A|0|RUNNING", "other.decode|1|1|RUNNING", "slurm_load_jobs error"):
         site.put_program("squeue", f"echo '{line}'")
         failed = await fault_of(site.scaler.observe())
-        assert (failed.fault, failed.subject) == (ScalerFault.INVALID_ANSWER, "pools prefill, decode")
+        assert (failed.fault, failed.subject) == (ScalerFault.INVALID_ANSWER, "pools prefill, decode, encode")
 
 
 def test_the_script_for_slurm_names_its_node_as_the_scaler_does(tmp_path: Path) -> None:
@@ -251,7 +252,7 @@ async def test_a_supervisor_goes_on_whatever_is_said_at_its_socket(tmp_path: Pat
             writer.close()
         with socket.socket(socket.AF_UNIX) as gone:
             gone.connect(str(path))
-        assert await sizes(site.scaler) == {"prefill": (1, 1), "decode": (2, 2)}
+        assert await sizes(site.scaler) == {"prefill": (1, 1), "decode": (2, 2), "encode": (1, 1)}
 
 
 @pytest.mark.parametrize(
@@ -269,4 +270,4 @@ def test_a_text_that_names_no_scaler_is_refused(tmp_path: Path, text: str) -> No
 
 
 def test_a_command_may_have_arguments(tmp_path: Path) -> None:
-    assert asyncio.run(sizes(command_site(tmp_path).scaler)) == {"prefill": (1, 1), "decode": (2, 2)}
+    assert asyncio.run(sizes(command_site(tmp_path).scaler)) == {"prefill": (1, 1), "decode": (2, 2), "encode": (1, 1)}

@@ -36,6 +36,10 @@ class FakeScaler(Scaler):
         self.changes: list[str] = []
         """The changes that were asked for, whatever became of them."""
 
+    @property
+    def pools(self) -> list[str]:
+        return list(self._pools)
+
     def nodes(self, pool: str) -> list[str]:
         """The names of the pool's nodes that were not told to stop."""
         return [name for name, state in self._pools[pool].items() if state != "ends"]

@@ -220,14 +220,16 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "Deployment scaled by routers": {
         **OPEN,
-        "router": {"flags": {"planner": "on", "max-nodes": 9}},
+        "router": {"flags": {"planner": "on", "max-nodes": 9, "max-encode-nodes": 4}},
+        "encode": {"replicas": 1},
         "scaler": {"enabled": True},
         "serviceAccount": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/r"}},
     },
     "LeaderWorkerSet scaled by routers": {
         **OPEN,
         "nodes": {"kind": "LeaderWorkerSet"},
-        "router": {"flags": {"planner": "advise", "max-nodes": 9}},
+        "router": {"flags": {"planner": "advise", "max-nodes": 9, "max-encode-nodes": 4}},
+        "encode": {"replicas": 1},
         "scaler": {"enabled": True},
     },
     "open to clients": {
@@ -661,13 +663,15 @@ def test_routers_alone_get_the_rights_to_scale_and_no_others(answers: dict[str, 
         "router": (name, True),
         "prefill": ("demo-baton", False),
         "decode": ("demo-baton", False),
+        "encode": ("demo-baton", False),
     }
     workloads = [each for each in found if each["kind"] == kind and each["metadata"]["name"].endswith("code")]
-    assert ["replicas" in each["spec"] for each in workloads] == [False]
+    assert ["replicas" in each["spec"] for each in workloads] == [False, False]
     (router,) = pods(found)["router"]["containers"]
     text = router["args"][router["args"].index("--scaler") + 1]
     plural = f"{kind.lower()}s"
-    assert text == f"kubernetes:prefill={plural}/demo-baton-prefill,decode={plural}/demo-baton-decode"
+    pools = [f"{role}={plural}/demo-baton-{role}" for role in ("prefill", "decode", "encode")]
+    assert text == f"kubernetes:{','.join(pools)}"
 
 
 def test_nothing_is_scaled_or_exposed_unless_asked_for(answers: dict[str, Any]) -> None:

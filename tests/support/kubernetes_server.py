@@ -27,7 +27,7 @@ RULES: Mapping[str, list[dict[str, list[str]]]] = {
         {
             "apiGroups": ["apps"],
             "resources": ["deployments/scale"],
-            "resourceNames": ["demo-baton-prefill", "demo-baton-decode"],
+            "resourceNames": ["demo-baton-prefill", "demo-baton-decode", "demo-baton-encode"],
             "verbs": ["get", "patch"],
         },
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "patch"]},
@@ -36,7 +36,7 @@ RULES: Mapping[str, list[dict[str, list[str]]]] = {
         {
             "apiGroups": ["leaderworkerset.x-k8s.io"],
             "resources": ["leaderworkersets/scale"],
-            "resourceNames": ["demo-baton-prefill", "demo-baton-decode"],
+            "resourceNames": ["demo-baton-prefill", "demo-baton-decode", "demo-baton-encode"],
             "verbs": ["get", "patch"],
         },
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},

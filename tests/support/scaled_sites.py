@@ -21,7 +21,7 @@ from router.scalers.scaler import Scaler
 from tests.doubles.fake_scaler import FakeScaler
 from tests.support.kubernetes_server import FakeKubernetes, kubernetes_server
 
-SIZES = {"prefill": 1, "decode": 2}
+SIZES = {"prefill": 1, "decode": 2, "encode": 1}
 """The pools of every site. At first all their nodes serve."""
 _CHILD = Path(__file__).parent / "supervised.py"
 _HEAD = '#!/usr/bin/env bash\nset -euo pipefail\ncd "$SITE"\n'
@@ -62,7 +62,7 @@ def put(name, state): open(f"{site}/{name}", "w").write(state)
 asked, said = json.loads(sys.stdin.readline()), {}
 if asked["do"] == "observe":
     said["pools"] = {}
-    for pool in ("prefill", "decode"):
+    for pool in ("prefill", "decode", "encode"):
         stays = [state for name, state in nodes.items() if name.startswith(pool) and state != "ends"]
         said["pools"][pool] = {"want": len(stays), "have": stays.count("serves")}
 elif asked["do"] == "scale":
@@ -166,14 +166,15 @@ class ProgramsSite:
 def slurm_site(place: Path) -> ProgramsSite:
     script = place / "node.sbatch"
     script.touch()
-    states = {"c.prefill|100|0": "RUNNING", "c.decode|101|0": "RUNNING", "c.decode|101|1": "RUNNING", "next": "101"}
-    setting = f"slurm:prefill={script},decode={script}"
+    states = {"c.prefill|100|0": "RUNNING", "c.decode|101|0": "RUNNING", "c.decode|101|1": "RUNNING"}
+    states |= {"c.encode|99|0": "RUNNING", "next": "101"}
+    setting = f"slurm:prefill={script},decode={script},encode={script}"
     return ProgramsSite(place, _SLURM, states, setting, ("PENDING", "RUNNING", "COMPLETING"))
 
 
 def systemd_site(place: Path) -> ProgramsSite:
     states = {f"baton-node@{pool}-{n}.service": "active" for pool, size in SIZES.items() for n in range(size)}
-    setting = "systemd:prefill=4,decode=4"
+    setting = "systemd:prefill=4,decode=4,encode=4"
     return ProgramsSite(place, _SYSTEMD, states, setting, ("activating", "active", "deactivating"))
 
 

@@ -40,6 +40,8 @@ def simulate_cells(workload: Workload, config: SimulationConfig, progress: Progr
 def cell_configs(config: SimulationConfig) -> list[SimulationConfig]:
     """The configuration of each cell. Raises InvalidRequest if nodes or concurrency can't be divided evenly."""
     cells, whole, limit = config.cells, config.arrangement, config.max_concurrency
+    if cells > 1 and config.num_encode:
+        raise InvalidRequest("--cells", "can't be used together with --encode")
     if whole.prefill % cells or whole.decode % cells or (limit or 0) % cells:
         raise InvalidRequest("--cells", f"{cells} can't share the nodes of {whole}, or the concurrency, evenly")
     part = Arrangement(whole.prefill // cells, whole.decode // cells, whole.is_conditional)

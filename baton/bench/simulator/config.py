@@ -59,7 +59,7 @@ class Evacuation(enum.StrEnum):
     END = "end"
     """They end there; what is left after a while goes on elsewhere, behind the tokens that its client has."""
     MOVE = "move"
-    """They go on elsewhere as soon as their blocks have moved."""
+    """They move while they are decoded, as by `--move-streams` of routers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +147,7 @@ class NodeSizes:
     ] = False
     """Prompts are computed whole then, if a step has room for the longest one."""
     enable_prefix_caching: bool = True
+    encode_ms: Annotated[float, Flag("Time that an encoder needs for an image.", "--encode-ms", min=0)] = 50.0
     speculation: SimulatedSpeculation | None = None
     """How the node drafts tokens; None: it does not."""
     shape: NodeShape = ONE_RANK
@@ -214,8 +215,12 @@ class SimulationConfig:
     )
     flip_s: Annotated[float, Flag("Seconds for which a node is away that changes its role.", "--flip-s", min=0)] = 0.5
     evacuation: Annotated[Evacuation, Flag("What becomes of the streams on a node that is to change its role.")] = (
-        Evacuation.END
+        Evacuation.MOVE
     )
+    num_encode: Annotated[
+        int, Flag("Encode nodes. Without any, nodes that compute prompts encode their images.", "--encode", min=0)
+    ] = 0
+    image_share: Annotated[float, Flag("Share of requests that have an image.", min=0, max=1)] = 0.0
     limits: DispatchLimits | None = None
     """The router's limits; None: no request is refused."""
     tenants: Sequence[TenantLoad] = ()

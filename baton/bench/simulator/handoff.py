@@ -3,6 +3,9 @@
 A prefill node offers the KV of each step; it is transferred while the next chunk is computed, if the decode node has
 reserved its blocks by then. When the whole prompt is computed and has arrived, the request joins the decode node's
 batch, one network latency later, and the sender's blocks are freed. There is no quarantine here.
+
+A stream that moves is offered by the node that has it, under the attempt that is to continue it. That node is told when
+all that it has offered is read, and then either offers what it has computed since or ends the stream (`cut`).
 """
 
 from __future__ import annotations
@@ -129,11 +132,18 @@ class HandOffNode(Protocol):
         """Tells the node's scheduler what arrived, failed or was released."""
         ...
 
+    def on_read(self, request_id: str) -> None:
+        """All KV that was offered under this id is read, and more is to come."""
+        ...
+
 
 class _HandOff:
     """The hand-off of one request."""
 
-    __slots__ = (*("computed", "flow", "is_arriving", "is_computed", "moved", "num_tokens", "reader", "sender"),)
+    __slots__ = (
+        *("arrived", "computed", "flow", "is_arriving", "is_computed", "is_leased", "moved", "num_tokens", "reader"),
+        "sender",
+    )
 
     def __init__(self) -> None:
         self.sender: HandOffNode | None = None
@@ -145,6 +155,10 @@ class _HandOff:
         """Tokens whose bytes were sent, or which the reader had in its cache."""
         self.is_computed = False
         self.is_arriving = False
+        self.is_leased = False
+        """Whether the sender keeps the blocks until they have arrived."""
+        self.arrived = _ARRIVED
+        """The tokens that come with the KV."""
 
 
 class HandOffs:
@@ -170,7 +184,7 @@ class HandOffs:
         handoff = self._of(request.request_id)
         handoff.reader = reader
         handoff.num_tokens = num_external_tokens
-        handoff.moved = request.num_submitted_tokens - num_external_tokens
+        handoff.moved = request.num_exchanged_tokens - num_external_tokens
         self._move(request.request_id, handoff)
 
     def computed(self, sender: HandOffNode, request_id: str, num_tokens: int) -> None:
@@ -182,8 +196,23 @@ class HandOffs:
     def prompt_done(self, sender: HandOffNode, request_id: str) -> None:
         """The prefill node has computed the whole prompt and the first token."""
         handoff = self._of(request_id)
-        handoff.sender, handoff.is_computed = sender, True
+        handoff.sender, handoff.is_computed, handoff.is_leased = sender, True, True
         self._move(request_id, handoff)
+
+    def cut(self, sender: HandOffNode, request_id: str, num_tokens: int, token_ids: Sequence[int]) -> None:
+        """A stream that moves has ended on its node with KV of `num_tokens` tokens.
+
+        `token_ids`: those that the reader was not submitted with.
+        """
+        handoff = self._of(request_id)
+        handoff.sender, handoff.computed, handoff.is_computed = sender, num_tokens, True
+        handoff.arrived, handoff.num_tokens = ArrivedKV(tuple(token_ids)), num_tokens
+        self._move(request_id, handoff)
+
+    def num_read(self, request_id: str) -> int | None:
+        """The tokens whose KV the reader has or gets; None: it does not read any more."""
+        handoff = self._open.get(request_id)
+        return None if handoff is None else handoff.moved
 
     def drop(self, request_id: str, node: HandOffNode) -> None:
         """The attempt has ended on one of its nodes; the sender's blocks are released."""
@@ -191,7 +220,7 @@ class HandOffs:
         if handoff is None or node not in (handoff.sender, handoff.reader):
             return
         self._close(request_id, handoff)
-        if handoff.sender is not None and handoff.is_computed and not handoff.sender.is_gone:
+        if handoff.sender is not None and handoff.is_leased and not handoff.sender.is_gone:
             handoff.sender.on_transfer(KVTransferOutput(released=frozenset((request_id,))))
 
     def node_gone(self, node: HandOffNode) -> None:
@@ -200,7 +229,7 @@ class HandOffs:
         for request_id, handoff in list(self._open.items()):
             if handoff.reader is node:
                 self.drop(request_id, node)
-            elif handoff.sender is node:
+            elif handoff.sender is node and (handoff.is_leased or not handoff.is_arriving):
                 self._close(request_id, handoff)
                 if handoff.reader is not None and not handoff.reader.is_gone:
                     handoff.reader.on_transfer(KVTransferOutput(failed={request_id: _gone(node.incarnation)}))
@@ -235,7 +264,10 @@ class HandOffs:
 
     def _drained(self, request_id: str, handoff: _HandOff) -> None:
         """Everything that was offered has arrived."""
-        if handoff.is_computed and not handoff.is_arriving:
+        if not handoff.is_computed:
+            assert handoff.sender is not None
+            handoff.sender.on_read(request_id)
+        elif not handoff.is_arriving:
             handoff.is_arriving = True
             self._timeline.call_at(
                 self._timeline.now + self._network.latency_s, lambda: self._arrive(request_id, handoff)
@@ -253,9 +285,9 @@ class HandOffs:
         assert sender is not None
         assert reader is not None
         self.transfers[request_id] = (seconds, self.num_bytes(handoff.num_tokens))
-        if not sender.is_gone:
+        if handoff.is_leased and not sender.is_gone:
             sender.on_transfer(KVTransferOutput(released=frozenset((request_id,))))
-        reader.on_transfer(KVTransferOutput(arrived={request_id: _ARRIVED}))
+        reader.on_transfer(KVTransferOutput(arrived={request_id: handoff.arrived}))
 
     def _close(self, request_id: str, handoff: _HandOff) -> None:
         del self._open[request_id]
@@ -292,7 +324,7 @@ class ReadingConnector(NullConnector):
         self._handoffs = handoffs
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
-        return ExternalTokens(request.num_submitted_tokens - num_computed_tokens, load_async=True)
+        return ExternalTokens(request.num_exchanged_tokens - num_computed_tokens, load_async=True)
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         self._handoffs.subscribe(self._node, request, num_external_tokens)

@@ -11,42 +11,42 @@ drafts tokens (`drafts`) has no such runs, since the tokens of a step depend on 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from baton.bench.simulator.attempt import Attempt
 from baton.bench.simulator.config import NodeSizes
 from baton.bench.simulator.drafts import SimulatedDrafts, num_tokens_of
 from baton.bench.simulator.events import Event, RunningStep, SharedHost, StepEnds, Timeline, TimelineEntry
 from baton.bench.simulator.handoff import HandOffs, OfferingConnector, ReadingConnector
-from baton.bench.simulator.prompt import TOKEN, SimulatedPrompt
+from baton.bench.simulator.prompt import TOKEN
 from baton.bench.simulator.scheduler import (
     DecodeRun,
     SimulatedScheduler,
-    prompt_chunks,
     same_token_output,
     scheduled,
     scheduler_config,
+    step_s_of,
+    timeline_entry,
 )
+from baton.bench.simulator.streams_out import StreamsOut
 from baton.engine.batch import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from baton.engine.connector import KVTransferOutput
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.kv_cache.events import KVEventLog
-from baton.engine.request import Request
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import KVCacheUpdate
 from baton.messages.node import (
     Leg,
     LoadReport,
+    MoveOut,
     NodeDescription,
     Outcome,
     RequestDelta,
     Role,
-    StageTimings,
     StepFigures,
     StepReport,
     Submit,
 )
-from baton.messages.request_spec import RequestSpec
 from baton.node.reports.reports import kv_cache_updates, load_of
 
 _ONE_TOKEN = (TOKEN,)
@@ -85,7 +85,7 @@ class SimulatedNode:
         self.watches_kv_cache = False
         self.num_steps = 0
         self.timeline: list[TimelineEntry] | None = [] if keeps_timeline else None
-        self._times = sizes.times
+        self._times, self._encode_s = sizes.times, sizes.encode_ms / 1e3
         self._clock = timeline
         self._handoffs = handoffs
         self._report = report
@@ -109,6 +109,7 @@ class SimulatedNode:
             max(_KEPT_KEYS, description.num_blocks), with_tokens=False
         )
         self._attempts: dict[str, Attempt] = {}
+        self._streams_out = StreamsOut(self, handoffs, description.block_size)
         self._ends = StepEnds()
         self._due: Event | RunningStep | None = None
         """The end of the current step or run."""
@@ -133,24 +134,8 @@ class SimulatedNode:
         if self.is_gone:
             return
         self._interrupt()
-        request_id = str(submit.attempt)
-        prompt = submit.spec.prompt_token_ids
-        assert isinstance(prompt, SimulatedPrompt)
-        request = Request(
-            request_id,
-            RequestSpec(_ONE_TOKEN, submit.spec.sampling_params, submit.spec.priority),
-            attempt=submit.attempt,
-            leg=submit.leg,
-            kv_source=submit.kv_source,
-            output_token_ids=submit.output_token_ids,
-        )
-        # A prompt is not written to, and the keys of all its blocks are known.
-        request.take_prompt(prompt)
-        request.num_submitted_tokens += len(prompt) - len(_ONE_TOKEN)
-        request.block_hashes = prompt.block_keys
-        num_given = len(submit.output_token_ids)
-        self._attempts[request_id] = Attempt(submit.attempt, request, submit.leg, self._clock.now, num_given)
-        self.scheduler.add_request(request)
+        attempt = self._attempts[str(submit.attempt)] = Attempt.of(submit, self._clock.now)
+        self.scheduler.add_request(attempt.request)
         self._start_next_step()
 
     def abort(self, key: AttemptKey) -> None:
@@ -158,49 +143,87 @@ class SimulatedNode:
         if self.is_gone:
             return
         request_id = str(key)
+        self._streams_out.forget(request_id)
         if self._attempts.pop(request_id, None) is not None:
             self._forget_drafts(request_id)
             self._interrupt()
             self.scheduler.end_requests([request_id], Outcome.ABORTED)
         self._handoffs.drop(request_id, self)
         self._start_next_step()
+        self._report_if_idle()
 
-    def streams(self) -> list[tuple[AttemptKey, int]]:
-        """The attempts that decode, with the tokens of prompt and output that they have so far."""
+    def _report_if_idle(self) -> None:
+        """Reports, soon, that it has nothing left to do: no step tells so."""
+        if self._due is None and not self._attempts:
+            self._clock.call_soon(self._report_load, "idle-node")
+
+    def _report_load(self) -> None:
+        if self._due is None and not self.is_gone:
+            self._report(self, StepReport((), self.load()), self._token_times)
+
+    def report_progress(self) -> None:
+        """Reports the tokens of all streams, as a node does after each step."""
         self._interrupt()
         self.scheduler.bring_up_decodes()
-        live = [one for one in self._attempts.values() if one.leg is not Leg.PREFILL and one.first_token_at is not None]
-        return [(one.key, one.request.num_computed_tokens) for one in live]
+        self._report_deltas(delta for one in self._attempts.values() for delta in self._drawn(one))
 
-    def give_back(self, keys: Collection[AttemptKey] | None = None) -> None:
-        """Ends attempts, or all of them, as a node does that changes its role: the router places them elsewhere."""
+    def move_out(self, move: MoveOut) -> None:
+        """Offers the KV of a stream that is to go on at another node, and ends it once nearly all of that is read."""
+        attempt = self._attempts.get(str(move.attempt))
+        if self.is_gone or attempt is None:
+            return
         self._interrupt()
         self.scheduler.bring_up_decodes()
-        given_back = [one for one in self._attempts.values() if keys is None or one.key in keys]
+        self._streams_out.begin(move, attempt)
+
+    def on_read(self, request_id: str) -> None:
+        if self._streams_out.read(request_id) and not self.is_gone:
+            self._interrupt()
+
+    def give_back(self) -> None:
+        """Ends all attempts, as a node does that changes its role: the router places them elsewhere."""
+        self._interrupt()
+        self.scheduler.bring_up_decodes()
         deltas: list[RequestDelta] = []
-        for attempt in given_back:
-            # What it has drawn goes to the client first: of an attempt that was aborted nothing is taken any more.
-            if attempt.leg is not Leg.PREFILL and (drawn := self._delta(attempt, None, "")).token_ids:
-                deltas.append(drawn)
-            deltas.append(self._delta(attempt, Outcome.ABORTED, "the node changes its role"))
-            request_id = str(attempt.key)
-            del self._attempts[request_id]
-            self._forget_drafts(request_id)
-            self.scheduler.end_requests([request_id], Outcome.ABORTED)
-            self._handoffs.drop(request_id, self)
-        if deltas:
-            self._report(self, StepReport(deltas, self.load()), self._token_times)
+        for attempt in list(self._attempts.values()):
+            deltas += self._end_attempt(attempt, Outcome.ABORTED, "the node changes its role")
+            self._handoffs.drop(str(attempt.key), self)
+        self._report_deltas(deltas)
         self._start_next_step()
+
+    def _end_attempt(self, attempt: Attempt, outcome: Outcome, error: str = "") -> Sequence[RequestDelta]:
+        # What it has drawn goes to the client first: of an attempt that was aborted nothing is taken any more.
+        deltas = [*self._drawn(attempt), self._delta(attempt, outcome, error)]
+        request_id = str(attempt.key)
+        del self._attempts[request_id]
+        self._forget_drafts(request_id)
+        self.scheduler.end_requests([request_id], outcome)
+        return deltas
+
+    def _drawn(self, attempt: Attempt) -> Sequence[RequestDelta]:
+        """What is not reported yet of a stream."""
+        delta = None if attempt.leg is Leg.PREFILL else self._delta(attempt, None, "")
+        return (delta,) if delta is not None and delta.token_ids else ()
+
+    def _report_deltas(self, deltas: Iterable[RequestDelta]) -> None:
+        if deltas := list(deltas):
+            self._report(self, StepReport(deltas, self.load()), self._token_times)
 
     def on_transfer(self, output: KVTransferOutput) -> None:
         """Tells the scheduler what arrived, failed or was released."""
         if self.is_gone:
             return
         self._interrupt()
+        arrived = [self._attempts[request_id] for request_id in output.arrived if request_id in self._attempts]
+        moved = [attempt for attempt in arrived if attempt.request.cut_by]
         outputs = self.scheduler.update_from_kv_transfer(output)
+        for attempt in moved:
+            # The router has all tokens that a stream had on the other node.
+            attempt.num_reported = len(attempt.request.output_token_ids)
         if outputs:
             self._publish(outputs, (), None)
         self._start_next_step()
+        self._report_if_idle()
 
     def watch_kv_cache(self) -> KVCacheUpdate:
         """Reports the prefix cache's changes from now on; returns its contents."""
@@ -221,8 +244,7 @@ class SimulatedNode:
         self.is_gone = True
         if self._due is not None:
             self._due.cancel()
-        last = [self._delta(attempt, None, "") for attempt in self._attempts.values() if attempt.leg is not Leg.PREFILL]
-        deltas = [delta for delta in last if delta.token_ids]
+        deltas = [delta for attempt in self._attempts.values() for delta in self._drawn(attempt)]
         if deltas:
             self._report(self, StepReport(deltas, LoadReport()), self._token_times)
         self._attempts.clear()
@@ -258,38 +280,39 @@ class SimulatedNode:
             else:
                 self._start_step(decided)
 
+    def _go_on(self) -> None:
+        """Goes on after a step."""
+        if self._streams_out.is_due:
+            self._hand_over()
+        self._start_next_step()
+        if self._streams_out.is_due:
+            self._interrupt()
+
+    def _hand_over(self) -> None:
+        """Ends the streams that other nodes go on with."""
+        self.scheduler.bring_up_decodes()
+        deltas: list[RequestDelta] = []
+        for cut in self._streams_out.after_step(self._attempts):
+            deltas += self._end_attempt(cut.attempt, Outcome.HANDED_OFF)
+            self._handoffs.cut(self, cut.to, cut.num_computed_tokens, cut.token_ids)
+        self._report_deltas(deltas)
+
     def _start_step(self, decided: SchedulerOutput) -> None:
         now = self._clock.now
+        encode_s = 0.0
         for new in decided.scheduled_new_reqs:
-            attempt = self._attempts.get(new.request_id)
-            if attempt is not None and attempt.scheduled_at is None:
+            if (attempt := self._attempts.get(new.request_id)) is not None and attempt.scheduled_at is None:
                 attempt.scheduled_at = now
+                encode_s += attempt.num_images * self._encode_s
         for request_id in decided.preempted_req_ids:
-            preempted = self._attempts.get(request_id)
-            if preempted is not None:
+            if (preempted := self._attempts.get(request_id)) is not None:
                 self._collect_times(preempted)
-        step_s = self._step_s(decided)
+        step_s = encode_s + step_s_of(decided, self.scheduler.requests, self._times, self.drafts, follows=self._follows)
         self._decided, self._started_at = decided, now
         if self._host is None:
             self._due = self._clock.call_at(now + step_s, self._end_step)
         else:
             self._due = self._host.compute(step_s, decided.num_prefill_tokens > 0, self._end_step)
-
-    def _step_s(self, decided: SchedulerOutput) -> float:
-        batch = decided.total_num_scheduled_tokens - decided.num_prefill_tokens
-        drafts, more_s = self.drafts, 0.0
-        if drafts is not None and decided.scheduled_spec_decode_tokens and drafts.row_s is not None:
-            num_draft_tokens = num_tokens_of(decided.scheduled_spec_decode_tokens)
-            batch, more_s = batch - num_draft_tokens, num_draft_tokens * drafts.row_s
-        context = decided.num_decode_context_tokens
-        if decided.num_prefill_tokens:
-            return (
-                self._times.step_s(
-                    prompt_chunks(decided, self.scheduler.requests), batch, context, follows=self._follows
-                )
-                + more_s
-            )
-        return self._times.decode_s(batch, context, follows=self._follows) + more_s
 
     @property
     def _follows(self) -> bool:
@@ -320,7 +343,7 @@ class SimulatedNode:
             decided, ModelRunnerOutput(drawn) if self._stepwise else _SAME_TOKEN
         )
         if self.timeline is not None:
-            self.timeline.append(_timeline_entry(self._started_at, now, decided))
+            self.timeline.append(timeline_entry(self._started_at, now, decided))
         if self._num_quiet == 0:
             num_prefill_tokens = decided.num_prefill_tokens
             drafts = decided.scheduled_spec_decode_tokens
@@ -337,7 +360,7 @@ class SimulatedNode:
             self._publish(outputs, joined, figures)
         else:
             self._num_quiet -= 1
-        self._start_next_step()
+        self._go_on()
 
     def _verify(self, decided: SchedulerOutput, drawn: dict[str, Sequence[int]]) -> int:
         """Draw the tokens of right drafts, at the end of their step. Returns their number."""
@@ -406,7 +429,7 @@ class SimulatedNode:
             self._note_ends(self._run_ends)
         if self.timeline is not None:
             self.timeline.append(TimelineEntry(self._started_at, self._clock.now, "decode", run.num_sequences))
-        self._start_next_step()
+        self._go_on()
 
     # Reports.
 
@@ -417,8 +440,7 @@ class SimulatedNode:
                 request_id = str(output.attempt)
                 if output.outcome is None and request_id not in joined:
                     continue
-                attempt = self._attempts.get(request_id)
-                if attempt is not None:
+                if (attempt := self._attempts.get(request_id)) is not None:
                     deltas += self._deltas_of(attempt, output)
         update = self._kv_cache_update() if self.watches_kv_cache else None
         self._report(self, StepReport(deltas, self.load(), update, step=figures), self._token_times)
@@ -434,7 +456,7 @@ class SimulatedNode:
         # Tokens before the last one get a delta without an outcome: a flight processes them all at once.
         before = [self._delta(attempt, None, "", spared=1)] if attempt.num_reported else []
         delta = self._delta(attempt, output.outcome, str(output.error or ""))
-        delta.timings = self._timings(attempt)
+        delta.timings = attempt.timings(self._handoffs.transfers)
         request_id = str(attempt.key)
         del self._attempts[request_id]
         self._forget_drafts(request_id)
@@ -452,21 +474,6 @@ class SimulatedNode:
         else:
             self._token_times[attempt.key, first], attempt.times = times[:cut], times[cut:]
         return RequestDelta(attempt.key, first, tokens[first:end], (), outcome, None, error)
-
-    def _timings(self, attempt: Attempt) -> StageTimings:
-        started = attempt.submitted_at if attempt.scheduled_at is None else attempt.scheduled_at
-        first = started if attempt.first_token_at is None else attempt.first_token_at
-        transfer_s, num_bytes = 0.0, 0.0
-        if attempt.leg is Leg.DECODE:
-            transfer_s, num_bytes = self._handoffs.transfers.pop(attempt.request.request_id, (0.0, 0.0))
-        return StageTimings(
-            queue_ms=(started - attempt.submitted_at) * 1e3,
-            prefill_ms=(first - started) * 1e3 if attempt.leg is not Leg.DECODE else 0.0,
-            transfer_ms=transfer_s * 1e3,
-            cached_tokens=attempt.num_cached_tokens,
-            external_tokens=attempt.num_external_tokens,
-            kv_bytes=int(num_bytes),
-        )
 
     def _kv_cache_update(self) -> KVCacheUpdate | None:
         batch = self.scheduler.kv_cache_manager.kv_events.since(self._next_kv_event)
@@ -491,9 +498,3 @@ class SimulatedNode:
         if attempt.first_unreported_step is not None:
             attempt.times += self._ends.since(attempt.first_unreported_step)
             attempt.first_unreported_step = self._ends.next_step if goes_on else None
-
-
-def _timeline_entry(start_s: float, end_s: float, decided: SchedulerOutput) -> TimelineEntry:
-    prompts, tokens = decided.num_prefill_tokens, decided.total_num_scheduled_tokens
-    kind = "decode" if not prompts else "prefill" if prompts == tokens else "mixed"
-    return TimelineEntry(start_s, end_s, kind, tokens)

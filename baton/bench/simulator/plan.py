@@ -160,8 +160,10 @@ def _cpu_s() -> float:
 def _simulator(done: Simulated, took_s: float, cells: int) -> dict[str, Any]:
     drafts = done.drafts
     speculation = {} if drafts is None else asdict(drafts) | {"tokens_per_step": drafts.tokens_per_step}
+    images = {} if done.encoders is None else {"encoders": done.encoders}
     return {
         **speculation,
+        **images,
         "cells": cells,
         "steps": done.num_steps,
         "preemptions": done.num_preemptions,

@@ -14,7 +14,7 @@ from baton.registry import DesiredState
 from router.planner.capacity import Pressure
 from router.planner.demand import DemandMeter, OfferedLoad
 from router.planner.law import PressureLaw, Situation, Verdict
-from router.planner.moves import OUT, Cordon, Flip, MoveState, Uncordon
+from router.planner.moves import OUT, Cordon, Flip, Uncordon
 from router.planner.observation import meter_requests, observe
 from router.planner.planner import PlanEffect, Planner
 from router.planner.size import Size
@@ -83,9 +83,8 @@ class SimulatedPlanner:
             )
         for effect in plan.effects:
             self._perform(effect)
-        for move in self.planner.book.moves if self._moves_streams else ():
-            if move.state is MoveState.EVACUATING:
-                self._router.evacuate(self._fleet.nodes[move.name])
+        if self._moves_streams:
+            self._router.move_streams()
 
     def _perform(self, effect: PlanEffect) -> None:
         match effect:

@@ -22,13 +22,11 @@ from router.placement.placement import (
     choose,
     demand_of,
     fitting_nodes,
-    takes_no_stream,
 )
 from router.placement.placement import with_room as only_with_room
 from router.placement.placer import PlacementSettings, Placer, Policy
 from router.placement.reasons import Reason
 
-_MOVED = Reason("moved", "its node changes its role")
 _AT_RANDOM = Reason("at_random", "at random")
 
 
@@ -63,7 +61,7 @@ def make_placer(policy: str, settings: PlacementSettings, rng: Random) -> Simula
 
 
 class SimulatedPlacer(Placer):
-    """A placer whose requests may bring blocks from another node, as a stream does that moves."""
+    """A placer whose requests may bring blocks from another node."""
 
     def __init__(
         self,
@@ -73,48 +71,10 @@ class SimulatedPlacer(Placer):
     ) -> None:
         super().__init__(settings, log, prompt_keys)
         self._fetches: dict[str, Fetch] = {}
-        self._moving: dict[str, tuple[str, int]] = {}
-        """The node that a stream leaves, and its tokens there, by request id."""
 
     def pop_fetch(self, request_id: str) -> Fetch | None:
         """Removes and returns the fetch that belongs to the last choice for a request, if any."""
         return self._fetches.pop(request_id, None)
-
-    def move(self, request_id: str, source: str, num_tokens: int) -> None:
-        """The next attempt of a request goes on with its blocks from this node, if a decode node has room for it."""
-        self._moving[request_id] = source, num_tokens
-
-    def choose(
-        self,
-        candidates: Sequence[Candidate],
-        request: ValidRequest,
-        exclude: Set[str],
-        attempt: int,
-        waited_s: float,
-        now: float,
-        *,
-        with_room: bool = False,
-        origin: Origin | None = None,
-        encoders: Sequence[LoadedEncoder] = (),
-    ) -> Choice:
-        moving = self._moving.pop(request.request_id, None)
-        able = [] if moving is None else fitting_nodes(candidates, demand_of(request, origin), exclude)
-        decodes = [one for one in able if one.node.role is Role.DECODE and not takes_no_stream(one)]
-        if moving is None or not decodes:
-            return super().choose(
-                candidates,
-                request,
-                exclude,
-                attempt,
-                waited_s,
-                now,
-                with_room=with_room,
-                origin=origin,
-                encoders=encoders,
-            )
-        sink = min(decodes, key=lambda one: (one.context_tokens, one.load, one.node.incarnation)).node
-        self._fetches[request.request_id] = Fetch(moving[0], sink.incarnation, moving[1])
-        return Choice(Placement(None, sink, _MOVED), request, attempt, origin=origin)
 
 
 class RandomPlacer(SimulatedPlacer):

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from operator import sub
 from random import Random
 
 from baton.bench.results.outcome import Outcome
 from baton.bench.simulator.config import SimulationConfig
+from baton.bench.simulator.encoders import EncodeNode, images_of
 from baton.bench.simulator.events import Timeline
 from baton.bench.simulator.handoff import Network
 from baton.bench.simulator.node import SimulatedNode, TokenTimes
@@ -24,6 +26,8 @@ from baton.messages.generation import Chunk, GenerateEvent
 from baton.messages.ids import AttemptKey, scoped
 from baton.messages.node import (
     Abort,
+    Leg,
+    MoveOut,
     NodeDescription,
     Role,
     RouterMessage,
@@ -43,9 +47,10 @@ from router.flight.answer import Answer
 from router.flight.event_queue import EventQueue, FairQueue
 from router.flight.flight_table import AttemptCause
 from router.live_requests import LiveRequests
-from router.placement.placement import Candidate, Candidates, takes_no_stream
+from router.placement.placement import Candidates
 from router.placement.room import RoomRules
 from router.placement.view import ClusterView
+from router.stream_moves import StreamMoves
 
 MODEL = "simulated"
 _NO_TIMINGS = StageTimings()
@@ -169,7 +174,9 @@ class SimulatedRouter:
         rules, choices = RoomRules(config.kv_room, config.steps_ahead), config.choices
         self.view = ClusterView(rules=rules) if choices is None else SampledView(choices, rng, rules)
         self._nodes: dict[str, SimulatedNode] = {}
+        self._encoders: dict[str, EncodeNode] = {}
         self._records: dict[str, NodeRecord] = {}
+        self._images = partial(images_of, share=config.image_share, seed=config.seed)
         self._params: dict[int, SamplingParams] = {}
         self._turns = FairQueue()
         self._drawn: TokenTimes = {}
@@ -177,6 +184,7 @@ class SimulatedRouter:
         limits = config.limits or DispatchLimits(queue_wait_s=1e9, capacity_wait_s=1e9, max_queue=1 << 30)
         self._tenants = {tenant.name: tenant for tenant in config.tenants}
         self.requests = LiveRequests(self.view, self, timeline, rng, limits, placer=placer)
+        self._moves = StreamMoves(self.requests, self.view, timeline)
 
     @property
     def num_retries(self) -> int:
@@ -193,6 +201,13 @@ class SimulatedRouter:
         self._records[node.incarnation] = node_record(description, self._timeline.now, 10.0)
         self.view.registered(self._records.values())
         self.requests.on_attached(description)
+
+    def attach_encoder(self, node: EncodeNode) -> None:
+        """An encode node has started, and the router is attached to it."""
+        self._encoders[node.incarnation] = node
+        self._records[node.incarnation] = node_record(node.description, self._timeline.now, 10.0)
+        self.view.registered(self._records.values())
+        self.requests.on_attached(node.description)
 
     def lose(self, node: SimulatedNode) -> None:
         """The router notices that a node has died."""
@@ -216,6 +231,8 @@ class SimulatedRouter:
                 self._send(incarnation, message)
             case Abort(attempt):
                 node.abort(attempt)
+            case MoveOut():
+                node.move_out(message)
             case WatchKVCache():
                 report = StepReport((), node.load(), node.watch_kv_cache())
                 self.requests.placer.on_report(incarnation, report, self._timeline.now)
@@ -252,18 +269,32 @@ class SimulatedRouter:
             self._timeline.call_at(self._timeline.now, on_fetched)
 
     def _submit(self, incarnation: str, submit: Submit) -> None:
-        """A submit arrives; one that was aborted meanwhile is dropped."""
+        """A submit arrives; a leg that computes the prompt waits for rows that encode nodes make."""
+        contents = submit.spec.contents if submit.leg is not Leg.DECODE else ()
+        makers = [self._encoders[content.encoded_by.incarnation] for content in contents if content.encoded_by]
+        if not makers:
+            self._deliver(incarnation, submit)
+        for maker in makers[:1]:  # a request has one image at most
+            maker.encode(lambda: self._fetch_rows(incarnation, submit))
+
+    def _fetch_rows(self, incarnation: str, submit: Submit) -> None:
+        at = self._timeline.now + self._network.latency_s
+        self._timeline.call_at(at, lambda: self._deliver(incarnation, submit))
+
+    def _deliver(self, incarnation: str, submit: Submit) -> None:
+        """A leg begins; one that was aborted meanwhile is dropped."""
         run, node = self.requests.find(submit.attempt.request_id), self._nodes.get(incarnation)
-        if node is not None and run is not None and not run.flight.is_over and run.flight.key == submit.attempt:
+        if node is None or run is None or run.flight.is_over:
+            return
+        if submit.attempt in (run.flight.key, run.flight.moving_to):
             node.submit(submit)
 
-    def evacuate(self, node: SimulatedNode) -> None:
-        """The streams that a node decodes go on at other decode nodes that have room, after their blocks have moved."""
-        for attempt, num_tokens in node.streams():
-            if not any(_has_place(candidate) for candidate in self.view.candidates()):
-                return
-            self._placer.move(attempt.request_id, node.incarnation, num_tokens)
-            node.give_back([attempt])
+    def move_streams(self) -> None:
+        """Lets streams begin to leave nodes that are to be empty, and one that is full."""
+        for incarnation in (*sorted(self.view.leaving()), self.view.crowded()):
+            if incarnation in self._nodes:
+                self._nodes[incarnation].report_progress()
+        self._moves.look()
 
     # Requests.
 
@@ -271,7 +302,13 @@ class SimulatedRouter:
         """A request arrives now; its client has waited since `planned_s`."""
         request_id = scoped(request.tenant, f"r{request.index}")
         prompt = SimulatedPrompt(request.pieces, request.output_length, self._block_size, request_id)
-        valid = ValidRequest(prompt, self._params_for(request.output_length), request_id=request_id, model=MODEL)
+        valid = ValidRequest(
+            prompt,
+            self._params_for(request.output_length),
+            contents=self._images(request.index),
+            request_id=request_id,
+            model=MODEL,
+        )
         client = SimulatedClient(request, request_id, planned_s, self._turns, self._read, self._end)
         self.num_open += 1
         self.requests.start(self.requests.open(valid, Answer(None, valid), client, self._call_of(request.tenant)))
@@ -354,7 +391,3 @@ class SimulatedRouter:
         parts.prefill_s += timings.prefill_ms / 1e3
         parts.messages_s += 2 * self._message_s
         parts.transfer_s += timings.transfer_ms / 1e3
-
-
-def _has_place(candidate: Candidate) -> bool:
-    return candidate.node.role is Role.DECODE and not takes_no_stream(candidate)

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from baton.bench.simulator.config import NodeSizes
+from baton.bench.simulator.drafts import SimulatedDrafts, num_tokens_of
+from baton.bench.simulator.events import TimelineEntry
 from baton.bench.simulator.prompt import TOKEN, RepeatedToken
+from baton.bench.simulator.step_times import StepTimes
 from baton.clock import Clock
 from baton.engine.batch import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from baton.engine.connector import KVConnector
@@ -289,3 +292,29 @@ def scheduler_config(node: NodeDescription, sizes: NodeSizes) -> SchedulerConfig
         enable_prefix_caching=sizes.enable_prefix_caching,
         enable_chunked_prefill=not sizes.prompts_first or node.max_num_batched_tokens < longest,
     )
+
+
+def step_s_of(
+    decided: SchedulerOutput,
+    requests: Mapping[str, Request],
+    times: StepTimes,
+    drafts: SimulatedDrafts | None,
+    *,
+    follows: bool,
+) -> float:
+    """Seconds that a step takes. `follows`: as for `StepTimes.step_s`."""
+    batch, more_s = decided.total_num_scheduled_tokens - decided.num_prefill_tokens, 0.0
+    if drafts is not None and decided.scheduled_spec_decode_tokens and drafts.row_s is not None:
+        num_draft_tokens = num_tokens_of(decided.scheduled_spec_decode_tokens)
+        batch, more_s = batch - num_draft_tokens, num_draft_tokens * drafts.row_s
+    context = decided.num_decode_context_tokens
+    if decided.num_prefill_tokens:
+        return times.step_s(prompt_chunks(decided, requests), batch, context, follows=follows) + more_s
+    return times.decode_s(batch, context, follows=follows) + more_s
+
+
+def timeline_entry(start_s: float, end_s: float, decided: SchedulerOutput) -> TimelineEntry:
+    """A step that has ended."""
+    prompts, tokens = decided.num_prefill_tokens, decided.total_num_scheduled_tokens
+    kind = "decode" if not prompts else "prefill" if prompts == tokens else "mixed"
+    return TimelineEntry(start_s, end_s, kind, tokens)

@@ -13,6 +13,7 @@ from typing import Any
 from baton.bench.results.outcome import Outcome, Outcomes
 from baton.bench.simulator.config import Failure, NodeSizes, PlannerMode, SimulationConfig
 from baton.bench.simulator.drafts import DraftTotals, SimulatedDrafts
+from baton.bench.simulator.encoders import EncodeNode, EncoderFigures, total
 from baton.bench.simulator.events import SharedHost, Timeline, TimelineEntry
 from baton.bench.simulator.handoff import HandOffs, Network
 from baton.bench.simulator.node import SimulatedNode
@@ -22,6 +23,7 @@ from baton.bench.simulator.router import MODEL, FirstTokenParts, SimulatedRouter
 from baton.bench.workloads.workload import WorkloadRequest
 from baton.errors import BatonError
 from baton.messages.node import NodeDescription, Role
+from baton.messages.node_model import GENERATES, Capability
 from router.placement.cost_model import ServiceLevel
 from router.placement.placer import PlacementSettings
 
@@ -44,6 +46,8 @@ class Simulated:
     """None: no node drafts tokens."""
     moves: list[dict[str, Any]] = field(default_factory=list)
     """The decisions of the planner, the first one first."""
+    encoders: EncoderFigures | None = None
+    """None: there are no encode nodes."""
 
 
 def simulate(
@@ -103,6 +107,17 @@ class Simulation:
         for role, count in ((Role.PREFILL, config.arrangement.prefill), (Role.DECODE, config.arrangement.decode)):
             for number in range(config.cell * count, (config.cell + 1) * count):
                 self._start_node(f"{role.value}-{number}", role, 1)
+        self.encoders = [
+            EncodeNode(
+                _describe(f"encode-{number}", Role.ENCODE, 1, config.sizes, has_images=True),
+                self.timeline,
+                config.sizes.encode_ms / 1e3,
+                lambda node: self.router.view.reported(node.incarnation, node.load()),
+            )
+            for number in range(config.num_encode)
+        ]
+        for node in self.encoders:
+            self.router.attach_encoder(node)
         self._plan_failures()
         self.planner = None
         if config.planner is not PlannerMode.OFF:
@@ -137,6 +152,7 @@ class Simulation:
             timeline=entries if self._config.keeps_timeline else None,
             drafts=drafts,
             moves=[] if self.planner is None else self.planner.moves,
+            encoders=total(self.encoders) if self.encoders else None,
         )
 
     # Nodes.
@@ -153,7 +169,7 @@ class Simulation:
     def _start_node(self, node_id: str, role: Role, run: int) -> None:
         config = self._config
         sizes = config.sizes_of(role)
-        description = _describe(node_id, role, run, sizes)
+        description = _describe(node_id, role, run, sizes, has_images=config.image_share > 0)
         speculation = sizes.speculation
         node = SimulatedNode(
             description,
@@ -264,7 +280,7 @@ def duration_s(outcomes: Outcomes) -> float:
     return float(max(outcomes.finished_s, default=begin) - begin)
 
 
-def _describe(node_id: str, role: Role, run: int, sizes: NodeSizes) -> NodeDescription:
+def _describe(node_id: str, role: Role, run: int, sizes: NodeSizes, *, has_images: bool) -> NodeDescription:
     return NodeDescription(
         node_id=node_id,
         incarnation=f"{node_id}.{run}",
@@ -288,4 +304,6 @@ def _describe(node_id: str, role: Role, run: int, sizes: NodeSizes) -> NodeDescr
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         tp=sizes.shape.tp,
         pp=sizes.shape.pp,
+        takes_moves=role is Role.DECODE,
+        capabilities=GENERATES | {Capability.IMAGE} if has_images else frozenset(),
     )

@@ -70,6 +70,7 @@ def simulate(
     moves: Annotated[
         Given, FlagsOf(SimulationConfig, "planner planner_law flip_s evacuation", are_optional=True)
     ] = NOT_GIVEN,
+    images: Annotated[Given, FlagsOf(SimulationConfig, "num_encode image_share", are_optional=True)] = NOT_GIVEN,
     arrivals: Annotated[
         Given,
         FlagsOf(
@@ -113,7 +114,7 @@ def simulate(
         Given,
         FlagsOf(
             NodeSizes,
-            "block_size cache_tokens kv_bytes_per_token max_num_seqs max_num_batched_tokens",
+            "block_size cache_tokens kv_bytes_per_token max_num_seqs max_num_batched_tokens encode_ms",
             are_optional=True,
         ),
     ] = NOT_GIVEN,
@@ -184,7 +185,7 @@ def simulate(
             sizes["speculation"] = speculation
         if fail:
             failures["failures"] = list(map(_failure, fail))
-        config = replace(plan.config, **routers, **moves, **closed_loop, **network, **failures)
+        config = replace(plan.config, **routers, **moves, **images, **closed_loop, **network, **failures)
         paced = "request_rate" in arrivals
         replaced = {"--request-rate": paced, "--num-prompts": "num_prompts" in arrivals, "--find-goodput": find_goodput}
         config = with_tenants(config, tenant, duration, fairness, max_queue, replaced)
@@ -335,6 +336,19 @@ def _moves(result: dict[str, Any]) -> Iterator[list[str]]:
                 yield [arrangement["name"], f"{move['at_s']:.1f}", move["node"], move["to"], move["reason"]]
 
 
+def _encoders(result: dict[str, Any]) -> Iterator[str]:
+    """A line for each run with encode nodes."""
+    for arrangement in result["arrangements"]:
+        for rate in arrangement["rates"]:
+            if found := rate["simulator"].get("encoders"):
+                count = found["num_images"]
+                wait_ms, encode_ms = (found[part] / max(1, count) * 1e3 for part in ("waited_s", "busy_s"))
+                yield (
+                    f"{arrangement['name']}: encode nodes made rows of {count} images in {encode_ms:.0f} ms each, "
+                    f"which had waited for {wait_ms:.0f} ms"
+                )
+
+
 def _print(result: dict[str, Any]) -> None:
     rows, drafted = [], []
     for arrangement in result["arrangements"]:
@@ -359,9 +373,10 @@ def _print(result: dict[str, Any]) -> None:
                 drafted.append(_drafted_row(rows[-1][:2], simulator))
     columns = ["ARRANGEMENT", "RATE", "TTFT MS", "P99", "TPOT MS", "P99", "P99 GAP MS", "CACHED", "ATTAINED", "FAILED"]
     print_table([*columns, "CPU US"], rows)
-    if shapes := list(_shapes(result)):
-        print_text()
-        for line in shapes:
+    for lines in (list(_shapes(result)), list(_encoders(result))):
+        if lines:
+            print_text()
+        for line in lines:
             print_text(line)
     for arrangement in result["arrangements"]:
         for rate in arrangement["rates"]:

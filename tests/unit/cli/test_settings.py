@@ -30,7 +30,7 @@ from tests.support.parsed_flags import config_from_flags
 ROOT = Path(__file__).parents[3]
 configuration: Any = vars(load_script("configuration"))
 REQUIRED = {"role": "decode", "node_id": "n", "router_id": "r", "registry": "redis://r"}
-SCALED = ("scaler", "max_nodes")
+SCALED = ("scaler", "max_nodes", "max_encode_nodes")
 TLS = ("tls_cert", "tls_key", "tls_ca")
 PER_PROCESS = {"threads", "metrics_port", "grpc_port", "http_port"}
 """Settings of which `baton up` gives each process a value of its own, derived from its own one."""

@@ -244,7 +244,7 @@ def _planner(*, acts: bool = True, load: OfferedLoad = PROMPTS) -> Planner:
 def test_no_node_moves_by_rates_of_few_steps() -> None:
     planner = _planner()
     plan = planner.tick(_seen(_nodes(2, 4), LEAST_STEPS - 1), 0.0)
-    assert (plan.verdict, plan.effects, plan.started) == (None, [], ())
+    assert (plan.verdict, plan.effects, plan.started) == (None, [], [])
     assert "63 of 64 steps" in plan.why_not
     assert planner.tick(_seen(_nodes(2, 4)), PERIOD_S).started
 

@@ -250,9 +250,9 @@ async def test_encode_nodes_do_not_move_and_have_a_pressure_of_their_own() -> No
         # They have no rates, and the others move as they would without them.
         assert [move.name for move in rig.planning.planner.book.moves] == ["d1"]
         shown = {(f.name, f.labels.get("role")): f.value for f in rig.planning.figures()}
-        assert shown["planner_pressure", "encode"] == 0.9
+        assert shown["planner_pressure", "encode"] == 1.0
         assert (shown["planner_nodes", "encode"], shown["planner_nodes_wanted", "encode"]) == (2, 3)
-        assert rig.planning.report().reason.endswith("encode: pressure 0.90, 2 nodes, 3 wanted")
+        assert list(roles_of(rig.planning.report()))[-1] == ["encode", "2", "3", "1.00", "0.67"]
         for node in encoders:
             rig.view.reported(node.incarnation, LoadReport())
         for _ in range(60):

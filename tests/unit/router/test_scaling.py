@@ -11,8 +11,10 @@ import pytest
 from baton.config import UpConfig
 from baton.config.load import load
 from baton.errors import ConfigError
-from baton.messages.node import NodeDescription
+from baton.messages.node import NodeDescription, Role
+from baton.messages.operator import PlannedPool
 from baton.registry.desired import DesiredState, cordon, plan_role
+from baton.wire.codec.operator import PLAN_REPORT
 from router.operations.planning import PlannerMode, Planning
 from router.operations.scaler_calls import DEADLINE_S
 from router.planner.demand import OfferedLoad
@@ -24,7 +26,7 @@ from router.planner.size import SizeSettings
 from router.scalers.scaler import ScalerFailed, ScalerFault
 from tests.doubles.fake_registry import FakeRegistry
 from tests.doubles.fake_scaler import FakeScaler
-from tests.support.router_parts import decode, prefill
+from tests.support.router_parts import description
 from tests.unit.router.test_planning import PlannedRig
 
 BUSY = OfferedLoad(26.0, 400.0, 400.0, 60.0, 430.0)
@@ -37,8 +39,8 @@ IDLE_S = SizeSettings().idle_s
 class ScaledRig(PlannedRig):
     """A router with a planner and a scaler, whose nodes it sees when they start and end."""
 
-    def __init__(self, mode: PlannerMode, load: OfferedLoad) -> None:
-        self.scaler = FakeScaler({"prefill": 2, "decode": 2})
+    def __init__(self, mode: PlannerMode, load: OfferedLoad, encoders: int) -> None:
+        self.scaler = FakeScaler({"prefill": 2, "decode": 2} | ({"encode": encoders} if encoders else {}))
         self.load = load
         super().__init__(mode)
         self.known: dict[str, NodeDescription] = {}
@@ -47,7 +49,9 @@ class ScaledRig(PlannedRig):
     def make(self, registry: FakeRegistry, incarnation: str, mode: PlannerMode) -> Planning:
         size = SizeSettings(min_nodes=2, max_nodes=6)
         acts, law = mode is PlannerMode.ON, PressureLaw(LawSettings(size=size))
-        planner = Planner(acts=acts, law=law, forecast=lambda meter, now: self.load, most_nodes=size.max_nodes)
+        planner = Planner(
+            acts=acts, law=law, forecast=lambda meter, now: self.load, most_nodes=size.max_nodes, most_encoders=4
+        )
         return Planning(
             *(mode, incarnation, self.view, self.requests, registry, self.steering, self.timers, self.events, planner),
             scaler=self.scaler,
@@ -56,15 +60,17 @@ class ScaledRig(PlannedRig):
     def meet(self) -> None:
         """The scaler's nodes start and end, and the router sees it."""
         self.scaler.settle()
-        names = [*self.scaler.nodes("prefill"), *self.scaler.nodes("decode")]
+        names = [name for pool in self.scaler.pools for name in self.scaler.nodes(pool)]
         for name in set(self.known) - set(names):
             self.view.detached(self.known.pop(name).incarnation, "gone", 0.0)
         for name in names:
             if name not in self.known:
-                node = (prefill if name.startswith("prefill") else decode)(name, num_blocks=2000)
+                role = Role(name.partition("-")[0])
+                node = description(name, role, num_blocks=2000)
                 self.known[name] = node
                 self.attach(node)
-                self.learn([node])
+                if role is not Role.ENCODE:
+                    self.learn([node])
 
     async def run(self, seconds: float, *, meets: bool = True) -> None:
         """Let time pass, in steps that are shorter than a leader's term."""
@@ -99,8 +105,10 @@ class ScaledRig(PlannedRig):
 
 
 @asynccontextmanager
-async def scaled(load: OfferedLoad = BUSY, mode: PlannerMode = PlannerMode.ON) -> AsyncIterator[ScaledRig]:
-    rig = ScaledRig(mode, load)
+async def scaled(
+    load: OfferedLoad = BUSY, mode: PlannerMode = PlannerMode.ON, encoders: int = 0
+) -> AsyncIterator[ScaledRig]:
+    rig = ScaledRig(mode, load, encoders)
     running = asyncio.create_task(rig.planning.run())
     await rig.turn()
     try:
@@ -121,10 +129,11 @@ async def test_a_pool_grows_by_what_its_role_lacks_and_no_further() -> None:
         assert rig.figure("planner_growths_total", pool="decode", end="settled") == 1
         report = rig.planning.report()
         assert (report.prefill_nodes, report.decode_nodes, report.wanted_decode_nodes) == (2, 3, 3)
-        assert report.reason.endswith("pools: prefill 2 of 2 serve, decode 3 of 3 serve")
-        assert ("pool decode", "2 nodes", "3 nodes", "settled") in [
-            (move.node, move.origin, move.to, move.state) for move in report.moves
-        ]
+        assert report.pools == (PlannedPool("prefill", 2, 2), PlannedPool("decode", 3, 3))
+        (growth,) = report.growths
+        assert (growth.pool, growth.before, growth.after, growth.state) == ("decode", 2, 3, "settled")
+        assert 0.0 < growth.took_s < growth.age_s
+        assert PLAN_REPORT.from_pb(PLAN_REPORT.to_pb(report)) == report
 
 
 async def test_nodes_that_start_are_counted_and_those_that_do_not_are_no_reason_for_more() -> None:
@@ -183,6 +192,7 @@ async def test_only_the_node_that_can_go_goes() -> None:
         rig.scaler.only = {"prefill": "prefill-1", "decode": "decode-1"}
         await rig.run(IDLE_S + 60.0)
         assert rig.scaler.changes == ["-prefill-1"]
+        assert [pool.next_out for pool in rig.planning.report().pools] == ["prefill-1", "decode-1"]
     async with scaled(QUIET) as rig:
         rig.scaler.only = {"prefill": "prefill-1", "decode": "decode-1"}
         await rig.steering.write(cordon(["prefill-1", "decode-1"]))
@@ -251,7 +261,9 @@ async def test_a_scaler_that_fails_is_told_and_asked_less_and_less(fault: Scaler
         await rig.run(600.0)
         assert rig.planning.planner.scaling is not None
         assert rig.told("ScalerFailed")
-        assert f"no room ({fault})" in rig.planning.report().reason
+        report = rig.planning.report()
+        assert f"no room ({fault})" in report.reason
+        assert report.pools == (), "what was observed before may have changed"
         # A call each few seconds would be 120.
         assert 3 <= rig.figure("planner_scaler_failures_total", fault=fault) <= 15
         assert len(rig.scaler.changes) <= 8
@@ -324,12 +336,58 @@ async def test_whoever_adds_a_node_keeps_it_for_five_minutes() -> None:
         assert len(rig.scaler.changes) == 2
 
 
+async def test_encode_nodes_grow_when_they_stay_busy_and_up_to_a_bound_of_their_own() -> None:
+    async with scaled(QUIET, encoders=2) as rig:
+        for name in ("encode-0", "encode-1"):
+            rig.report(rig.known[name], waiting=40)
+        await rig.run(20.0)
+        for name in ("encode-0", "encode-1"):
+            rig.report(rig.known[name])
+        await rig.run(60.0)
+        assert rig.scaler.changes == [], "it was a burst"
+        for _ in range(40):
+            for name in rig.scaler.nodes("encode"):
+                rig.report(rig.known[name], running=1, waiting=8)
+            await rig.run(5.0)
+        assert rig.scaler.changes == ["encode 3", "encode 4"]
+        assert rig.told("PlanGrown")[0].startswith("PlanGrown pool encode: 2 to 3 nodes: pressure ")
+        assert rig.figure("planner_growths_total", pool="encode", end="settled") == 2
+        assert rig.figure("planner_nodes_wanted", role="encode") == 4
+
+
+async def test_an_idle_encode_node_is_emptied_and_taken_away_and_the_last_one_stays() -> None:
+    async with scaled(BUSY, encoders=3) as rig:
+        await rig.run(IDLE_S)
+        for name, count in (("encode-0", 2), ("encode-1", 1), ("encode-2", 2)):
+            rig.report(rig.known[name], running=count)
+        move = await rig.until_removal()
+        assert (move.name, move.state, rig.desired.planned_cordon) == ("encode-1", MoveState.EVACUATING, {"encode-1"})
+        assert move.reason == "pressure 0.04 with 3 encode nodes, 0.07 with 2"
+        for name in ("encode-0", "encode-1", "encode-2"):
+            rig.report(rig.known[name])
+        await rig.run(4 * IDLE_S)
+        assert rig.scaler.changes == ["decode 3", "-encode-1", "-encode-0"]
+        assert rig.desired == DesiredState()
+
+
+async def test_encode_nodes_that_start_or_do_not_are_no_prefill_or_decode_nodes() -> None:
+    async with scaled(BUSY, encoders=1) as rig:
+        await rig.scaler.scale("encode", 4)
+        await rig.run(20.0, meets=False)
+        assert rig.scaler.changes == ["encode 4", "decode 3"]
+    async with scaled(QUIET, encoders=1) as rig:
+        await rig.scaler.scale("encode", 4)
+        await rig.run(IDLE_S + 60.0, meets=False)
+        assert rig.scaler.changes == ["encode 4", "-prefill-0"]
+
+
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
         ({"scaler": "local:/r", "max_nodes": 4}, "set planner"),
         ({"scaler": "local:/r", "planner": "on"}, "needs max_nodes"),
         ({"max_nodes": 4, "planner": "on"}, "no scaler"),
+        ({"max_encode_nodes": 4, "planner": "on"}, "no scaler"),
         ({"scaler": "local:/r", "planner": "on", "max_nodes": 3, "min_nodes": 4}, "less than min_nodes 4"),
     ],
 )

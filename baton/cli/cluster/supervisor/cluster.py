@@ -84,7 +84,7 @@ class ClusterPlan:
     def pools(self) -> Sequence[str]:
         """The roles with which nodes are planned. A node stays in its pool when its role changes."""
         roles = [spec.role for spec in self.others]
-        return [role for role in ("prefill", "decode") if role in roles]
+        return [role for role in NODE_ROLES if role in roles]
 
 
 class _Child:

@@ -217,12 +217,19 @@ annotations:
 {{ include "baton.name" . }}-scaler
 {{- end }}
 
-{{- /* The workloads whose number of pods routers change. */}}
+{{- /* The roles whose number of pods routers change: encode nodes only up to a number of their own. */}}
+{{- define "baton.scaledRoles" -}}
+{{- $roles := splitList " " (include "baton.nodeRoles" .) }}
+{{- if not (hasKey (.Values.router.flags | default dict) "max-encode-nodes") }}{{ $roles = without $roles "encode" }}{{ end }}
+{{- if .Values.scaler.enabled }}{{ join " " $roles }}{{ end }}
+{{- end }}
+
+{{- /* Their workloads. */}}
 {{- define "baton.scaler" -}}
 {{- $kind := ternary "leaderworkersets" "deployments" (eq .Values.nodes.kind "LeaderWorkerSet") }}
 {{- $name := include "baton.name" . | trim }}
 {{- $pools := list }}
-{{- range $role := without (splitList " " (include "baton.nodeRoles" .)) "encode" }}{{ $pools = append $pools (printf "%s=%s/%s-%s" $role $kind $name $role) }}{{ end }}
+{{- range $role := splitList " " (include "baton.scaledRoles" .) }}{{ $pools = append $pools (printf "%s=%s/%s-%s" $role $kind $name $role) }}{{ end }}
 {{- printf "kubernetes:%s" (join "," $pools) }}
 {{- end }}
 

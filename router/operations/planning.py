@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
 
 from baton.errors import NotLeader, Unreachable
@@ -39,7 +39,7 @@ from router.operations.scaler_calls import ScalerCalls
 from router.operations.steering import Steering
 from router.placement.view import ClusterView
 from router.planner.law import LawSettings, PressureLaw
-from router.planner.moves import Cordon, Evacuate, Flip, Forget, MoveEnded, MoveState, Uncordon
+from router.planner.moves import Cordon, Flip, Forget, MoveEnded, MoveState, Uncordon
 from router.planner.observation import meter_requests, observe
 from router.planner.planner import Plan, PlanEffect, Planner
 from router.planner.scaling import GrowthEnded, GrowthState, Observe
@@ -86,13 +86,9 @@ class Planning:
         timers: Timers,
         events: EventRing,
         planner: Planner,
-        evacuate: Callable[[str, str], None] = lambda name, incarnation: None,
         scaler: Scaler | None = None,
     ) -> None:
-        """`incarnation`: this router's. `evacuate`: lets the streams of a node, by its name and incarnation, go on
-        elsewhere; by default they end where they are. `scaler`: changes the number of nodes, for a planner that decides
-        on it.
-        """
+        """`incarnation`: this router's. `scaler`: changes the number of nodes, for a planner that decides on it."""
         self.planner = planner
         self.term: Term | None = None
         """The term in which this router leads; None: it does not."""
@@ -106,7 +102,6 @@ class Planning:
         self._steering = steering
         self._timers = timers
         self._events = events
-        self._evacuate = evacuate
         self._calls = None if scaler is None else ScalerCalls(scaler, timers)
         self._due: deque[PlanEffect | DesiredChange] = deque()
         """What is still to be carried out."""
@@ -250,8 +245,6 @@ class Planning:
                 await write(plan_cordon(name), term)
             case Uncordon(name):
                 await write(end_planned_cordons([name]), term)
-            case Evacuate(name, incarnation):
-                self._evacuate(name, incarnation)
             case Flip(name, _, role):
                 await write(plan_role(name, "prefill" if role.value == "prefill" else "decode"), term)
             case Forget(name):

@@ -140,14 +140,6 @@ class Cordon:
 
 
 @value(frozen=True, slots=True)
-class Evacuate:
-    """Let the node's streams go on elsewhere."""
-
-    name: str
-    incarnation: str
-
-
-@value(frozen=True, slots=True)
 class Flip:
     """Give the node its new role, whatever it still has to do."""
 
@@ -177,7 +169,7 @@ class MoveEnded:
     move: Move
 
 
-MoveEffect: TypeAlias = Cordon | Evacuate | Flip | Uncordon | Forget | MoveEnded
+MoveEffect: TypeAlias = Cordon | Flip | Uncordon | Forget | MoveEnded
 
 
 class Move:
@@ -215,8 +207,6 @@ class Move:
         match after:
             case MoveState.CORDONED:
                 return (Cordon(self.name),)
-            case MoveState.EVACUATING:
-                return (Evacuate(self.name, self.incarnation),)
             case MoveState.FLIPPING:
                 assert self.to is not None
                 return (Flip(self.name, self.incarnation, self.to),)

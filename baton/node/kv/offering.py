@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -123,6 +124,8 @@ class Offering:
         self._holders: dict[AttemptKey, str] = {}
         """Attempts whose request has ended and whose blocks are not released: the id under which the engine keeps
         them."""
+        self._num_held = Counter[str]()
+        """How many attempts have each such id."""
         self._num_read: dict[AttemptKey, int] = {}
         """How many blocks of each stream that is moved its reader has, where there is one."""
         self._num_leases = 0
@@ -284,6 +287,7 @@ class Offering:
         """Note that the engine has ended the request. It keeps the blocks under the id `holder` until it gets
         `released`, which it gets when they are lent to nobody, also not because of an earlier move of the stream."""
         lent = dict.fromkeys([attempt, *self._moves_of(holder)], holder)
+        self._num_held[holder] += len(lent.keys() - self._holders.keys())
         self._holders |= lent
         for each in lent:
             self._carry_out(self._book.ended(each))
@@ -442,7 +446,9 @@ class Offering:
                     self._pins.discard(attempt)
                     self._moves.pop(attempt, None)
                     holder = self._holders.pop(attempt)
-                    if holder not in self._holders.values():
+                    self._num_held[holder] -= 1
+                    if not self._num_held[holder]:
+                        del self._num_held[holder]
                         self._tell_engine(KVTransferOutput(released=frozenset({holder})))
                 case CutLink(link, reason):
                     self._links.cut(link, reason)

@@ -42,7 +42,6 @@ class PlannedRig(Rig):
         super().__init__()
         self.placer = Placer(PlacementSettings())
         self.requests = LiveRequests(self.view, Nowhere(), self.timers, Random(1), placer=self.placer)
-        self.evacuated: list[str] = []
         self.planning = self.make(self.registry, "r1.a", mode)
 
     def make(self, registry: FakeRegistry, incarnation: str, mode: PlannerMode) -> Planning:
@@ -56,7 +55,6 @@ class PlannedRig(Rig):
             self.timers,
             self.events,
             Planner(acts=mode is PlannerMode.ON, forecast=lambda meter, now: PROMPTS),
-            lambda name, incarnation: self.evacuated.append(name),
         )
 
     def attach(self, *nodes: NodeDescription) -> None:
@@ -94,7 +92,7 @@ async def test_a_move_is_written_step_by_step_and_told_with_its_numbers() -> Non
         # The node was idle: it is cordoned, and is to have its new role at once.
         assert rig.desired == DesiredState(planned_cordon=frozenset({"d1"}), planned_prefill=frozenset({"d1"}))
         (move,) = rig.planning.planner.book.moves
-        assert (move.name, move.state, rig.evacuated) == ("d1", MoveState.FLIPPING, ["d1"])
+        assert (move.name, move.state) == ("d1", MoveState.FLIPPING)
         (event,) = [event for event in rig.events.after(0) if event.reason == "PlanMoved"]
         assert event.subject == "d1"
         assert event.detail.startswith("decode to prefill: pressure ")

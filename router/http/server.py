@@ -26,6 +26,10 @@ _log = logging.getLogger(__name__)
 
 _SEND_BUFFER_BYTES = 64 << 10
 _IDLE_CONNECTION_S = 75
+_DATE_S = 1.0
+"""How often the date of answers is renewed."""
+_LOOK_S = 0.01
+"""The pause between two looks at the connections of a server that ends."""
 
 
 class HttpServer:
@@ -109,7 +113,7 @@ class HttpServer:
         serving, self._serving = self._serving, None
         if serving is not None:
             self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]  # any number will do
-            self._server.should_exit = True
+            self._server.ends.set()
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
         self._close_socket()
@@ -125,13 +129,18 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers, and with an event for its start."""
+    """uvicorn's server without its signal handlers, and with events for its start and its end.
+
+    It ends at once where nothing is open. uvicorn's looks ten times a second whether it is to end, and waits for as
+    long again.
+    """
 
     def __init__(self, config: uvicorn.Config, limit: ConnectionLimit, num_unheard: Callable[[], int]) -> None:
         super().__init__(config)
         self._limit = limit
         self._num_unheard = num_unheard
         self.is_up = asyncio.Event()
+        self.ends = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets is not None
@@ -144,6 +153,34 @@ class _Server(uvicorn.Server):
             listener.start()
         self.started = True
         self.is_up.set()
+
+    async def main_loop(self) -> None:
+        while not self.ends.is_set():
+            await self.on_tick(0)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_DATE_S):
+                    await self.ends.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in self.servers:
+            listener.close()
+        for listening in sockets or ():
+            listening.close()
+        state = self.server_state
+        for connection in list(state.connections):
+            connection.shutdown()
+        if state.connections:
+            # Those that are idle close in the next turns of the loop, also where there is no grace.
+            await asyncio.sleep(_LOOK_S)
+        try:
+            async with asyncio.timeout(self.config.timeout_graceful_shutdown):
+                while state.connections or state.tasks:  # noqa: ASYNC110  # uvicorn's protocols announce no end
+                    await asyncio.sleep(_LOOK_S)
+                for listener in self.servers:
+                    await listener.wait_closed()
+        except TimeoutError:
+            for task in state.tasks:
+                task.cancel()
 
     def _protocol(self, place: Place) -> asyncio.Protocol:
         made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]

@@ -230,7 +230,7 @@ async def test_one_deadline_covers_all_calls(ask: Ask) -> None:
     second.hangs = True
     async with served(first, second) as addresses:
         with pytest.raises(DeadlineExceeded):
-            await ask(addresses, timeout_s=3.0)
+            await ask(addresses, timeout_s=1.5)
         await second.closed.wait()
 
 

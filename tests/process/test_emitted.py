@@ -10,12 +10,12 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
 
-from baton.client import GenerationClient
+from baton.client import GenerationClient, OperatorClient
 from baton.messages.generation import Chunk, GenerateRequest
 from baton.registry.embedded import READY_WORDS
 from tests.process.shell import BOUND_S, Shell
@@ -52,11 +52,11 @@ def test_a_node_on_two_hosts_of_a_job_starts_again_as_a_whole(shell: Shell, site
     The prefill node is on one host.
     """
     (script,) = emitted(shell, "slurm", "--runner", "torch", "--decode-hosts", "2", "--drain-s", "25")
-    ready = shell.home / "ready"
-    os.mkfifo(ready)
+    ready_file = shell.home / "ready"
+    os.mkfifo(ready_file)
     ports = first_free_port(3)
     given = {
-        "BATON_READY_FILE": str(ready),
+        "BATON_READY_FILE": str(ready_file),
         "BATON_REDIS_PORT": str(ports),
         "BATON_JOB_FIRST_PORT": str(ports + 1),
         "BATON_THREADS": "1",
@@ -64,7 +64,7 @@ def test_a_node_on_two_hosts_of_a_job_starts_again_as_a_whole(shell: Shell, site
     # Three tasks: host 1 of the decode node is alone on the second node of the site.
     job = site.run("sbatch", "--parsable", "--nodes=2", script, **given).strip()
     log = site.place / f"baton-{job}.log"
-    told = json.loads(site.first_line(ready, job))
+    told = json.loads(site.first_line(ready_file, job))
     address, operators = told["address"], told["operator_address"]
     listed = json.loads(shell.baton("get", "nodes", "--address", operators, "-o", "json").stdout)["items"]
     names = {node["name"]: node["status"] for node in listed}
@@ -78,18 +78,14 @@ def test_a_node_on_two_hosts_of_a_job_starts_again_as_a_whole(shell: Shell, site
         tokens: list[int] = answered["token_ids"]
         return tokens
 
-    def incarnation() -> str:
-        nodes = shell.baton("get", "nodes", "-l", "role=decode", "-o", "json", "--address", operators)
-        (node,) = json.loads(nodes.stdout)["items"]
-        assert node["name"] == "decode-0"
-        return str(node["incarnation"]) if node["status"] == "Ready" else ""
-
-    first, tokens = incarnation(), answer()
+    (first,) = (node["incarnation"] for node in listed if node["role"] == "decode")
+    tokens = answer()
     assert (bool(first), len(tokens)) == (True, 16)
     (first_host,) = (pid for pid, command in shell.remaining_processes().items() if "--host-rank 0 " in command)
-    os.kill(first_host, signal.SIGKILL)
-    while incarnation() in ("", first):  # asking takes a while
-        pass
+    with closing(OperatorClient(operators)) as operator:
+        os.kill(first_host, signal.SIGKILL)
+        ready = (event for event in operator.events(follow=True) if event.reason == "NodeReady")
+        next(event for event in ready if event.subject == "decode-0" and event.incarnation != first)
     # A stream that is cancelled at its first token: the second host computes until the first one has drained.
     request = GenerateRequest(PROMPT, request_id="long", temperature=0.0, max_tokens=400, ignore_eos=True)
     streamed: list[int] = []
@@ -105,7 +101,7 @@ def test_a_node_on_two_hosts_of_a_job_starts_again_as_a_whole(shell: Shell, site
     assert "Traceback" not in said
     assert said.count("are loaded, and computed for") == 2
     assert "this stage ends with its node" in said
-    assert not ready.exists()
+    assert not ready_file.exists()
 
 
 @pytest.mark.skipif("BATON_RUN_UNITS" not in os.environ, reason="takes a while; BATON_RUN_UNITS=1 runs it")

@@ -11,9 +11,6 @@ from tests.unit.engine.test_scheduler_stateful import EngineMachine, Sketch, ske
 class BeamMachine(EngineMachine):
     """An engine whose clients mostly send beam searches."""
 
-    most_steps = 40_000
-    """A wide search without a cache computes nearly everything again for each of its tokens."""
-
     @rule(sketches=sketches_of([0, 2, 3, 8], most_sequences=2))
     def add(self, sketches: list[Sketch]) -> None:
         self.add_all(sketches)

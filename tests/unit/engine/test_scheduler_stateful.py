@@ -74,8 +74,9 @@ class EngineMachine(RuleBasedStateMachine):
     """One engine with its clients and peers, which act at any time."""
 
     rig: EngineRig
-    most_steps = 2000
-    """The number of steps in which all remaining requests must end."""
+    most_steps = 40_000
+    """The number of steps in which all remaining requests must end. A beam search without a cache computes nearly
+    everything again for each of its tokens."""
 
     @initialize(
         num_stripes=st.integers(4, 13),

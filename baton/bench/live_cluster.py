@@ -25,6 +25,7 @@ from baton.messages.node import NodeDescription
 from baton.messages.node_report import TraceEvent
 from baton.messages.operator import NodeStatus
 from baton.models.resolve import FoundModel
+from baton.processes.ends import ending_with_us
 from baton.processes.process_stat import PROC, process_stat
 from baton.registry.connection import with_authority
 from baton.registry.registry import Registry
@@ -32,12 +33,6 @@ from baton.security.access import default_access
 from baton.wire.clients.node_client import NodeClient
 
 _ANY_PROMPT = str(1 << 30)
-_UP = """
-import runpy, sys
-from baton.processes.ends import die_with
-die_with(int(sys.argv.pop(1)))
-runpy.run_module("baton.cli.main", run_name="__main__", alter_sys=True)
-"""
 _DRAIN_S = 60.0
 """The longest time that a cluster may take to end after a benchmark."""
 _AT_ONCE_S = 3.0
@@ -133,10 +128,10 @@ class _Up(NamedTuple):
 def _start(run_dir: str, flags: Sequence[str], environment: Mapping[str, str]) -> _Up:
     errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (`_end` closes it)
     # Benchmarks measure the way over both nodes, also where one node alone would be cheaper.
-    command = [sys.executable, "-c", _UP, str(os.getpid()), "up", "--run-dir", run_dir, "-o", "json"]
+    command = [sys.executable, "-P", "-m", "baton.cli.main", "up", "--run-dir", run_dir, "-o", "json"]
     command += ["--grpc-port", "0", "--http-port", "0", "--placement", "least-loaded", *flags]
     process = subprocess.Popen(
-        command,
+        ending_with_us(command),
         env={**os.environ, **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

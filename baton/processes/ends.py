@@ -7,10 +7,17 @@ import faulthandler
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 from baton.errors import ExitCode
 
 _PR_SET_PDEATHSIG = 1
+_BECOME = """
+import os, sys
+from baton.processes.ends import die_with
+die_with(int(sys.argv[1]))
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 FORCED_END_S = 1.0
 """Seconds from the second signal until the process ends in any case."""
@@ -28,6 +35,15 @@ def die_with(parent: int) -> None:
     die_with_parent()
     if os.getppid() != parent:
         sys.exit(ExitCode.FAILED)
+
+
+def ending_with_us(command: Sequence[str]) -> list[str]:
+    """The command line for a program that ends when this process does, on Linux also if that is killed.
+
+    The process that starts may have a group of its own, so that Ctrl-C at the terminal is for this process alone. The
+    thread that starts it has to live as long as this process.
+    """
+    return [sys.executable, "-P", "-c", _BECOME, str(os.getpid()), *command]
 
 
 def how_it_ended(code: int) -> str:

@@ -16,6 +16,7 @@ from baton.errors import ConfigError
 from baton.messages.node import NodeDescription
 from baton.node.reports.reports import node_record
 from baton.observe.ready import Failed, Ready, parse_announcement
+from baton.processes.ends import ending_with_us
 from baton.processes.process_stat import process_stat
 from baton.registry.embedded import READY_WORDS, embedded_redis
 from baton.registry.registry import Registry
@@ -62,7 +63,8 @@ async def router_process(nodes: Sequence[NodeDescription], model_dir: Path, core
 @contextmanager
 def _redis(run_dir: Path) -> Iterator[str]:
     redis = embedded_redis(run_dir)
-    with subprocess.Popen(redis.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+    command = ending_with_us(redis.command)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0) as process:
         try:
             assert process.stdout is not None
             if not any(READY_WORDS in line.lower() for line in process.stdout):
@@ -96,10 +98,11 @@ def _start(url: str, model_dir: Path, core: int, await_nodes: int) -> tuple[subp
             # disturbs gRPC's threads.)
             os.sched_setaffinity(0, {core})
             process = subprocess.Popen(
-                [*words, *(word for pair in flags.items() for word in pair)],
+                ending_with_us([*words, *(word for pair in flags.items() for word in pair)]),
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[write_end],
+                process_group=0,
             )
         finally:
             os.close(write_end)

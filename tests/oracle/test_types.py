@@ -271,8 +271,8 @@ IN_PROGRAMS_OF_RANKS = ["deepseek_v2", "deepseek_v32", "gpt_oss", "longcat_flash
 """Latents and a mixture, selections, experts with biases and a clamped gate, those that pass rows on, those of weighted
 rows, and shared rows with a gate, whose only column one rank has."""
 if not ALL:
-    # Parts of two layers each, several streams, keys of other layers, and a look at the embedding.
-    DIVIDED += [("longcat_flash", "stages"), ("gemma3n_text", "stages"), ("zamba2", "stages")]
+    # Parts of two layers each, several streams, keys of other layers, a look at the embedding, and rows in float32.
+    DIVIDED += [(row, "stages") for row in ("longcat_flash", "gemma3n_text", "zamba2", "mamba")]
     # And a mixture whose products are called one by one.
     DIVIDED += [(row, "ranks") for row in [*IN_PROGRAMS_OF_RANKS, "qwen3_5_moe_text"] if row not in OF_EACH_KIND]
 

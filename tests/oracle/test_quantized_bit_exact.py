@@ -24,9 +24,9 @@ from tests.oracle.test_bit_exact import (
     assert_interruptions_change_no_bit,
     same_bits,
 )
+from tests.support.listed_types import LISTED_TYPES
 from tests.support.meant_models import GGUF_FILES, write_gguf_model
 from tests.support.quantized_models import FP8_FORMATS, ODD_GROUPS, ODD_WIDTHS, PACKED_FORMATS, write_quantized_model
-from tests.support.tiny_models import TINY_MODELS
 
 FORMATS = {**PACKED_FORMATS, **FP8_FORMATS}
 
@@ -57,7 +57,7 @@ def written(models: Path, architecture: str, how: str) -> Path:
         elif how in GGUF_FILES:
             write_gguf_model(directory, architecture, GGUF_FILES[how])
         else:
-            write_random_model(directory, TINY_MODELS[architecture], seed=3)
+            write_random_model(directory, LISTED_TYPES[architecture], seed=3)
     return directory
 
 
@@ -77,6 +77,7 @@ def written(models: Path, architecture: str, how: str) -> Path:
         ("qwen2", "int4", "float32"),
         ("qwen2", "int8", "bfloat16"),
         ("qwen3_moe", "int4", "float32"),
+        ("glm_moe_dsa", "int8", "float32"),
         ("llama", "gptq-int4-groups-of-96", "bfloat16"),
         ("qwen3_moe", "ct-int4-groups-of-36", "float32"),
         ("qwen3_moe", "ct-int8-groups-of-36", "bfloat16"),

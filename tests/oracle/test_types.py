@@ -267,14 +267,17 @@ OF_EACH_KIND = list(ROWS) if ALL else [*SOME, "qwen3_5_text", "olmo2"]
 
 SHAPES = {"ranks": (2, 1), "stages": (1, 2)}
 DIVIDED = [(row, shape) for row in OF_EACH_KIND for shape in SHAPES]
-IN_PROGRAMS_OF_RANKS = ["deepseek_v2", "deepseek_v32", "gpt_oss", "longcat_flash", "llama4_text", "qwen2_moe"]
+IN_PROGRAMS_OF_RANKS = [
+    *("deepseek_v2", "deepseek_v32", "gpt_oss", "longcat_flash", "llama4_text", "qwen2_moe"),
+    *("olmo2", "qwen3_5_moe_text", "mamba", "zamba2"),
+]
 """Latents and a mixture, selections, experts with biases and a clamped gate, those that pass rows on, those of weighted
-rows, and shared rows with a gate, whose only column one rank has."""
+rows, shared rows with a gate, whose only column one rank has; norms of all heads, states, those of channels, and
+terms of shared products."""
 if not ALL:
-    # Parts of two layers each, several streams, keys of other layers, and a look at the embedding.
-    DIVIDED += [("longcat_flash", "stages"), ("gemma3n_text", "stages"), ("zamba2", "stages")]
-    # And a mixture whose products are called one by one.
-    DIVIDED += [(row, "ranks") for row in [*IN_PROGRAMS_OF_RANKS, "qwen3_5_moe_text"] if row not in OF_EACH_KIND]
+    # Parts of two layers each, several streams, keys of other layers, a look at the embedding, and rows in float32.
+    DIVIDED += [(row, "stages") for row in ("longcat_flash", "gemma3n_text", "zamba2", "mamba")]
+    DIVIDED += [(row, "ranks") for row in IN_PROGRAMS_OF_RANKS if row not in OF_EACH_KIND]
 
 
 @pytest.mark.parametrize(("row", "shape"), DIVIDED)

@@ -169,9 +169,14 @@ class ShardedProgram(Program):
     def _attended(self) -> None:
         self._wait_for_ranks()
 
-    def gathered(self, own: Rows, *, into: str) -> Rows:
-        shared, every = self._attention_rows(into, own.width, own.sampled)
-        self.copy_columns(own, shared, width=own.width)
+    def gathered(self, own: Rows, *, into: str, parts: Sequence[range] | None = None) -> Rows:
+        shard = self._ranks.shard
+        width, first = own.width * shard.size, own.width * shard.rank
+        if parts is not None:
+            width, first = parts[-1].stop, parts[shard.rank].start
+        every = self._buffers.shared(into, width, own.sampled, self._dtype)
+        if own.width:
+            self.copy_columns(own, every, width=own.width, to=first)
         self._wait_for_ranks()
         return every
 

@@ -140,7 +140,8 @@ class Decoder:
 
         Raises NotAPlainDecoder for a head that is no product, and for rows of another dtype.
         """
-        if trace.dtype != dtype:
+        is_behind_others = bool(trace.embedding)
+        if trace.dtype != dtype and not is_behind_others:
             raise NotAPlainDecoder(f"its embedding gives {trace.dtype}, not {dtype}")
         self._adapters = adapters
         self._dtype = dtype
@@ -161,6 +162,8 @@ class Decoder:
         self._result = trace.result
         self._width, self._result_width = trace.width, trace.result_width
         """The widths of the rows that the first layer takes, and of those that the head or the next stage takes."""
+        self._row_dtype, self._result_dtype = trace.dtype, trace.result_dtype
+        """Their dtypes; between stages some models have float32."""
         operands = {number for step in self._steps for number in step.operands}
         self._embedding = trace.embedding if trace.embedding and trace.embedding in operands else None
         """The number of the embedding's rows, in a stage that takes others and looks at these, too."""
@@ -294,7 +297,7 @@ class Decoder:
         for operation in self._operations:
             operation.run(step)
             if step.is_empty:
-                return given.x.new_empty(0, self._result_width)
+                return given.x.new_empty(0, self._result_width, dtype=self._result_dtype)
         return step.rows[self._result]
 
     def record(self, operations: Operations, paged: PagedAttention) -> None:
@@ -323,7 +326,7 @@ class Decoder:
 
         Without `logits` it ends before the head.
         """
-        x = program.argument(self._width)
+        x = program.argument(self._width, dtype=self._row_dtype)
         cos, sin = (program.argument(self._angles.width, dtype=self._angles.dtype) for _ in range(2))
         inputs = None if self._layer_inputs is None else program.argument(self._layer_inputs.width)
         embedding = None if self._embedding is None else program.argument(self._embed.weight.shape[1])
@@ -334,8 +337,8 @@ class Decoder:
             # Declared before all scratch, which ranks share, so that they count the same buffers.
             if logits:
                 into_logits = program.argument(self._head.out_features, sampled=True, dtype=torch.float32)
-        elif self._result_width != self._width:
-            out = program.argument(self._result_width)
+        elif not self._is_in_place:
+            out = program.argument(self._result_width, dtype=self._result_dtype)
         angles = self._angles.split_recorded(cos, sin)
         recorded = RecordedRows(program, paged, x, angles, inputs, sampling=sampling)
         if embedding is not None and self._embedding is not None:
@@ -362,7 +365,7 @@ class Decoder:
         logits_rows: torch.Tensor,
     ) -> ModelOutput:
         """The rows' hidden states, and their logits if the program has the head."""
-        hidden = step.x.new_empty(logits_rows.shape[0], self._result_width)
+        hidden = step.x.new_empty(logits_rows.shape[0], self._result_width, dtype=self._result_dtype)
         width = 0 if head is None else head.out_features
         logits = step.x.new_empty(logits_rows.shape[0], width, dtype=torch.float32)
         arguments = [*step.arguments, hidden] + ([] if head is None else [logits])
@@ -374,11 +377,16 @@ class Decoder:
         if not self._has_program(step.x.shape[0]):
             return self._loop(step, None)
         nothing, arguments, out = torch.empty(0, dtype=torch.int64), step.arguments, step.x
-        if self._result_width != self._width:
-            out = out.new_empty(out.shape[0], self._result_width)
+        if not self._is_in_place:
+            out = out.new_empty(out.shape[0], self._result_width, dtype=self._result_dtype)
             arguments.append(out)
         self._programs[_Wanted(False, False)].run(arguments, self._layout, nothing, self._adapters.of_step())
         return out
+
+    @property
+    def _is_in_place(self) -> bool:
+        """Whether a stage's rows may be where those were that it was given."""
+        return (self._result_width, self._result_dtype) == (self._width, self._row_dtype)
 
     @property
     def _layout(self) -> StepLayout:

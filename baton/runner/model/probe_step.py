@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.runner.model.stage import Received
+from baton.runner.model.stage import Received, StageModule
 
 
 class ProbeStep(NamedTuple):
@@ -31,12 +31,12 @@ class ProbeStep(NamedTuple):
         token_ids[-1] = config.vocab_size - 1  # a table of embeddings by layer may end before it
         return cls(token_ids, positions, torch.arange(num_rows, device=device), None)
 
-    def behind(self, width: int, embedding_width: int, dtype: torch.dtype) -> ProbeStep:
-        """The same of a stage behind the first. `width`: of the rows between layers."""
+    def behind(self, part: StageModule, width: int, dtype: torch.dtype) -> ProbeStep:
+        """The same of a stage behind the first. `width`: of the rows between layers; `dtype`: of the embedding's."""
         generator = torch.Generator().manual_seed(0)
         num_rows = self.rows.shape[0]
-        sent = torch.randn(num_rows, width + embedding_width, dtype=torch.float32, generator=generator)
-        return self._replace(received=Received.of(sent.to(self.rows.device, dtype), width).copy())
+        sent = torch.randn(num_rows, width + part.embedding_width, dtype=torch.float32, generator=generator)
+        return self._replace(received=Received.of(sent.to(self.rows.device, part.row_dtype), width, dtype).copy())
 
     @property
     def with_other_embedding(self) -> ProbeStep:

@@ -66,6 +66,8 @@ class StageReport:
     """The width of rows that may be given in place of tokens; 0: another stage has the embedding."""
     why_no_given_rows: str = ""
     """Why none may be."""
+    row_dtype: str = ""
+    """The dtype of the rows behind its layers."""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -81,6 +83,7 @@ class StageReport:
             }
             report = cls(layers=layers, **read)
             texts = (*report.missed_products, report.why_no_own_loop, report.why_not_fused, report.why_no_given_rows)
+            texts += (report.row_dtype,)
             numbers = (report.embedding_size, report.num_logits, report.row_width)
             if not all(isinstance(text, str) for text in texts) or not all(isinstance(n, int) for n in numbers):
                 raise TypeError(f"{texts} are not texts, or {numbers} not numbers")
@@ -131,6 +134,28 @@ def entries_of_stages(reports: Sequence[StageReport]) -> list[range]:
     return list(map(range, [0, *ends], ends))
 
 
+def require_width(rows: torch.Tensor, width: int, architecture: str) -> None:
+    """Raise UnsupportedAttention for rows [T, N] between layers of which the configuration says another width."""
+    if rows.shape[1] != width:
+        raise UnsupportedAttention(
+            f"{architecture} has rows of {rows.shape[1]} numbers between its layers, not of {width}: they can't be "
+            "handed from stage to stage"
+        )
+
+
+def require_one_dtype(reports: Sequence[StageReport], architecture: str) -> None:
+    """Raise UnsupportedAttention for rows of several dtypes between layers.
+
+    A stage can't see the rows before its layers, and takes them for such as are behind these.
+    """
+    found = sorted({report.row_dtype for report in reports})
+    if len(found) > 1:
+        raise UnsupportedAttention(
+            f"{architecture} has rows of {' and '.join(found)} between its layers, which stages can't send: leave out "
+            "--pp"
+        )
+
+
 def reports_to_json(reports: Sequence[StageReport]) -> bytes:
     """The reports of all stages, for `reports_from_json`."""
     return json.dumps([asdict(report) for report in reports]).encode()
@@ -171,9 +196,12 @@ class Received(NamedTuple):
     """[T, N], which the first stage's embedding gave, or rows in its place; None: no stage looks at them."""
 
     @classmethod
-    def of(cls, sent: torch.Tensor, width: int) -> Received:
-        """What the stage before has sent, of which `width` columns are rows; it shares their memory."""
-        return cls(sent[:, :width], sent[:, width:] if sent.shape[1] > width else None)
+    def of(cls, sent: torch.Tensor, width: int, dtype: torch.dtype) -> Received:
+        """What the stage before has sent, of which `width` columns are rows; it may share their memory.
+
+        `dtype`: of the embedding, whose rows are sent in that of the others.
+        """
+        return cls(sent[:, :width], sent[:, width:].to(dtype) if sent.shape[1] > width else None)
 
     def copy(self) -> Received:
         """The same in memory of its own."""
@@ -303,6 +331,8 @@ class StageModule:
         self.own_layers = stage.layers(num_layers)
         self.embedding_width = 0
         """How wide the rows of the embedding are, for a model in several stages."""
+        self.row_dtype = dtype
+        """The dtype of the rows behind this stage's last layer in its last call, for a model in several stages."""
         if stage.count == 1:
             return
         layers = layers_of(module, num_layers)
@@ -311,6 +341,7 @@ class StageModule:
         for index in range(len(layers)):
             if index not in own:
                 layers[index] = OtherLayer(layers[index])
+        layers[own.stop - 1].register_forward_hook(self._left_last_layer)
         self.embedding_width = width = _width_of(module.get_input_embeddings())
         before, behind = own.start - 1, own.stop
         if not stage.is_first:
@@ -322,6 +353,10 @@ class StageModule:
             if head_of(module) is not None:
                 module.set_output_embeddings(NoHead(width, dtype))
             self._kept = layers[behind] = KeptRows(layers[behind])
+
+    def _left_last_layer(self, _layer: nn.Module, _given: Any, out: Any) -> None:
+        rows = out if isinstance(out, torch.Tensor) else out[0]
+        self.row_dtype = rows.dtype
 
     def receive(self, received: Received) -> None:
         """Give a stage behind the first what is received, for the module's next call."""

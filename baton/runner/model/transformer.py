@@ -18,7 +18,7 @@ from baton.runner.backends.cuda.shared_splits import Int32Array, find_in_groups
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.execution.input_batch import FlatBatch
-from baton.runner.model.attention import PagedAttention, UnsupportedAttention, bind, number_layers
+from baton.runner.model.attention import PagedAttention, bind, number_layers
 from baton.runner.model.cached_model import (
     CachedModel,
     cache_memory,
@@ -54,6 +54,8 @@ from baton.runner.model.stage import (
     layers_found,
     layers_of_entries,
     needs_more_than_rows,
+    require_one_dtype,
+    require_width,
 )
 from baton.runner.model.states.layer_functions import keep_states_in_cache
 from baton.runner.model.stored.mapped_files import MappedFiles
@@ -120,13 +122,14 @@ class Transformer(CachedModel):
         """The rows for which transformers' own loop computes logits."""
         self._last_hidden: torch.Tensor | None = None
         """The latest input of the head in transformers' own loop, [1, rows, hidden size]."""
-        head = head_of(model.module)
-        if head is not None:
+        if (head := head_of(model.module)) is not None:
             head.register_forward_pre_hook(self._keep_hidden)
         self._row_sizes = sizes_of(model.module, operations)
         self._width = width_between_layers(model.module)
         """The width of the rows between layers, all streams together."""
         own_layers, missed_products = self._probe_layers(model.architecture)
+        self.sent_dtype = self._part.row_dtype
+        """The dtype of the rows that go from stage to stage: some models add up theirs in float32."""
         self.why_no_own_loop = ""
         """Why transformers' loop over the layers runs; empty when Baton's loop replaces it."""
         self._decoder = self._own_loop(self.dtype)
@@ -142,8 +145,10 @@ class Transformer(CachedModel):
                 self._output_widths.logits,
                 self._probe_looks_at_embedding(),
                 *self._probe_given_rows(),
+                str(self.sent_dtype),
             )
         )
+        require_one_dtype(reports, model.architecture)
         self._sends_embedding = any(report.looks_at_embedding for report in reports)
         self.missed_products = frozenset(name for report in reports for name in report.missed_products)
         self.why_no_own_loop = first_reason([report.why_no_own_loop for report in reports])
@@ -165,11 +170,9 @@ class Transformer(CachedModel):
             raise ConfigError(
                 f"a KV cache in 8 bits ({self.layout.dtype}) is for CPUs so far; leave out --kv-cache-dtype"
             )
+        self.cache_layout = self.layout
         if self.stage.count > 1:
-            self.cached_layers = own_entries
-            self.cache_layout = self.layout.part(own_entries)
-        else:
-            self.cache_layout = self.layout
+            self.cached_layers, self.cache_layout = own_entries, self.layout.part(own_entries)
         if cache is not None:
             self.allocate_cache(
                 cache.of_larger_blocks(self.layout.block_size // block_size).blocks(self.counted_block_bytes)
@@ -309,7 +312,7 @@ class Transformer(CachedModel):
         return graphs.compute(step.x, step.cos, step.sin, batch, self._sharing(batch))
 
     def _of_stage_before(self, received: torch.Tensor | None) -> Received | None:
-        return None if received is None else Received.of(received, self._width)
+        return None if received is None else Received.of(received, self._width, self.dtype)
 
     def _with_embedding(self, output: ModelOutput, batch: FlatBatch, received: torch.Tensor | None) -> ModelOutput:
         """A stage's output with the rows of the embedding beside it, if stages behind this one may look at them."""
@@ -375,11 +378,8 @@ class Transformer(CachedModel):
             raise needs_more_than_rows(architecture) from error
         finally:
             self.adapters.rows.num_probed = 0
-        if not self.stage.is_last and (output.hidden.shape[1], output.hidden.dtype) != (self._width, self.dtype):
-            raise UnsupportedAttention(
-                f"{architecture} has rows of {output.hidden.shape[1]} {output.hidden.dtype} between its layers, not of "
-                f"{self._width} {self.dtype}: they can't be handed from stage to stage"
-            )
+        if not self.stage.is_last:
+            require_width(output.hidden, self._width, architecture)
         self._output_widths = OutputWidths(output.hidden.shape[1], output.logits.shape[1])
         readers = {part.layer_idx for part in self._module.modules() if isinstance(part, ReadingAttention)}
         found = layers_found(architecture, self._module.config, self._part.own_layers, probe, readers)
@@ -388,7 +388,7 @@ class Transformer(CachedModel):
     def _probe_step(self) -> ProbeStep:
         num_rows = _PROBE_ROWS * self.row_quantum
         step = ProbeStep.of(self._module.config, num_rows, self.max_model_len, self.device)
-        return step if self.stage.is_first else step.behind(self._width, self._part.embedding_width, self.dtype)
+        return step if self.stage.is_first else step.behind(self._part, self._width, self.dtype)
 
     def _own_loop(self, dtype: torch.dtype) -> Decoder | None:
         """Baton's loop over the layers, if transformers' loop can be followed and gives the same bits."""

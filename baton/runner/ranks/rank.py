@@ -223,6 +223,8 @@ class FollowingRank:
             micro = parts.slot.read()
             received = None
             if not self.stage.is_first:
-                received = parts.slot.received(micro.batch.token_ids.size, transformer.sent_width, transformer.dtype)
+                received = parts.slot.received(
+                    micro.batch.token_ids.size, transformer.sent_width, transformer.sent_dtype
+                )
             transformer.compute_stage(micro.batch, micro.logits_rows, received)
             parts.barrier.wait(BarrierTag.DONE)

@@ -86,7 +86,7 @@ class LeadingStage(LeadingTransformer):
         begun, payload = self._begun.popleft(), self._others.take_rows()
         micro = begun.micro
         try:
-            rows = tensor_of(payload, self.dtype, micro.batch.token_ids.size, self.sent_width).to(self.device)
+            rows = tensor_of(payload, self.sent_dtype, micro.batch.token_ids.size, self.sent_width).to(self.device)
             out = self.compute_stage(micro.batch, micro.logits_rows, rows, begun.wants_hidden)
         except Exception as error:
             # What the other stages have computed behind this micro-batch would be taken for the next one's.

@@ -178,7 +178,7 @@ class StageWorker:
     def _compute(self, micro: MicroBatch, payload: bytearray | None) -> None:
         transformer, received = self._transformer, None
         if payload is not None:
-            rows = tensor_of(payload, transformer.dtype, micro.batch.token_ids.size, transformer.sent_width)
+            rows = tensor_of(payload, transformer.sent_dtype, micro.batch.token_ids.size, transformer.sent_width)
             received = rows.to(transformer.device)
         try:
             out = transformer.compute_stage(micro.batch, micro.logits_rows, received, wants_hidden=False)

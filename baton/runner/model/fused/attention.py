@@ -362,7 +362,7 @@ class FusedAttention(CalledAsAttention):
         query_norm, key_norm, value_norm, attended_norm = self._norms
         (query_cos, cos), (query_sin, sin) = self._recorded_angles_of_both(cos), self._recorded_angles_of_both(sin)
         if value_norm is not None:
-            value = self._record_norm(program, value, value_norm, into="value")
+            value = self._record_norm(program, value, value_norm, self.own_heads.kv, into="value")
         if (factor := self.rotation.value_factor) != 1.0:
             value = program.scale(value, factor, into="scaled value")
         if self._rotates_first and (self._has_gates_in_queries or query_cos is not cos):
@@ -371,8 +371,8 @@ class FusedAttention(CalledAsAttention):
         elif self._rotates_first:
             self._record_rotate(program, qkv.columns(0, values), cos, sin)
         if query_norm is not None and key_norm is not None:
-            query = self._record_norm(program, query, query_norm, into="query")
-            key = self._record_norm(program, key, key_norm, into="key")
+            query = self._record_norm(program, query, query_norm, self.own_heads.queries, into="query")
+            key = self._record_norm(program, key, key_norm, self.own_heads.kv, into="key")
         if not self._rotates_first:
             self._record_rotate(program, query, query_cos, query_sin)
             self._record_rotate(program, key, cos, sin)
@@ -388,10 +388,15 @@ class FusedAttention(CalledAsAttention):
             attended = attended_norm.record(program, attended, into="normed attended")
         return self._out.record(program, attended, self._out_bias, into=into)
 
-    def _record_norm(self, program: Program, x: Rows, norm: AnyNorm, *, into: str) -> Rows:
-        if norm.width != self._head_dim and self._operations.ranks.shard.size > 1:
-            raise KernelArgumentError("x", "has only a rank's own heads, and the norm is of all heads")
-        return norm.record(program, x, into=into)
+    def _record_norm(self, program: Program, x: Rows, norm: AnyNorm, own: range, *, into: str) -> Rows:
+        """Append to a program what `_normed` computes."""
+        num_ranks = self._operations.ranks.shard.size
+        if norm.width == self._head_dim or num_ranks == 1:
+            return norm.record(program, x, into=into)
+        if norm.width != x.width * num_ranks:
+            raise KernelArgumentError("x", "has heads that other ranks have, too, and the norm is of all heads")
+        every = norm.record(program, program.gathered(x, into=f"{into} of all heads"), into=into)
+        return every.columns(own.start * self._head_dim, own.stop * self._head_dim)
 
 
 def _termed(operations: Operations, given: AttentionWeights, own_rows: Sequence[range]) -> TermedProducts:

@@ -119,7 +119,8 @@ class TermedProducts:
             if term is not None:
                 low = term[0].record(program, x, None, into=f"low {place} of {into}")
                 added = term[1].record(program, low, None, into=f"term {place} of {into}")
-                program.add(out, added, 1.0, into=out)
+                # Not in place: ranks may share the rows of a product.
+                out = program.add(out, added, 1.0, into=f"sum {place} of {into}")
             outputs.append(out)
         if len(outputs) == 1:
             return outputs[0]

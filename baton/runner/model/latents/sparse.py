@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from baton.engine.runner import KVLayout, LayerGeometry
 from baton.runner.backends.attention_call import StepLayout
@@ -25,6 +26,7 @@ from baton.runner.model.fused.rotation import AngleLayout, Rotation
 from baton.runner.model.latents.fused import FusedLatentAttention, Parts
 from baton.runner.model.latents.heads import LatentHeads, heads_of
 from baton.runner.model.latents.indexer import Indexer, Selections
+from baton.runner.model.stored.layers import StoredLinear
 
 _ROWS = 32
 """A comparison has so many rows."""
@@ -157,13 +159,14 @@ def sparse_attention_of(
     how = AttentionParameters(scale=scale, num_kv_heads=1, values_in_keys=True)
     indexer = None if given is None else Indexer(operations, given)
     fused = SparseLatentAttention(operations, attention.layer_idx, parts, heads, how, indexer, selections)
-    for case in _eager(attention, x, picked, widths, generator):
-        fused.num_outputs = case.num_outputs
-        for kind, in_pairs in product(KINDS, (False, True)):
-            if _is_alike(fused, case, x[0], Rotation(kind, case.layout), in_pairs, chosen, operations):
-                selections.latest = None
-                selections.is_taken |= indexer is None
-                return fused
+    with _selecting_few(attention), _multiplying_as_heads(attention):
+        for case in _eager(attention, x, picked, widths, generator):
+            fused.num_outputs = case.num_outputs
+            for kind, in_pairs in product(KINDS, (False, True)):
+                if _is_alike(fused, case, x[0], Rotation(kind, case.layout), in_pairs, chosen, operations):
+                    selections.latest = None
+                    selections.is_taken |= indexer is None
+                    return fused
     raise selects_otherwise(attention)
 
 
@@ -189,6 +192,22 @@ def _selecting_few(attention: Any) -> Iterator[None]:
             indexer.index_topk = most
 
 
+@contextmanager
+def _multiplying_as_heads(attention: Any) -> Iterator[None]:
+    """Let transformers' module multiply with the weights of heads as LatentHeads does: with plain numbers.
+
+    A layer whose weight is quantised rounds its input to 8 bits, which in float32 is more than `agree` allows.
+    """
+    layer = attention.kv_b_proj
+    if isinstance(layer, StoredLinear):
+        attention.kv_b_proj = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+        attention.kv_b_proj.weight = nn.Parameter(layer.weight, requires_grad=False)
+    try:
+        yield
+    finally:
+        attention.kv_b_proj = layer
+
+
 def _eager(
     attention: Any, x: torch.Tensor, picked: torch.Tensor, widths: Sequence[int], generator: torch.Generator
 ) -> Iterator[_Seen]:
@@ -201,8 +220,7 @@ def _eager(
         if attention.indexer is None:
             keywords["prev_topk_indices"] = picked[None]
         try:
-            with _selecting_few(attention):
-                out = attention(hidden_states=x, **keywords)
+            out = attention(hidden_states=x, **keywords)
         except (RuntimeError, TypeError, ValueError, AttributeError):
             continue  # it takes angles of another width, or other arguments
         yield _Seen(layout, cos[0], sin[0], out[0][0], len(out))

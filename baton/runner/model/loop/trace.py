@@ -101,6 +101,8 @@ class LoopTrace:
         """The width of the rows that the first layer takes."""
         self.result_width = 0
         """The width of the rows `result`."""
+        self.result_dtype = torch.float32
+        """Their dtype."""
         self.dtype = torch.float32
         """The dtype of rows, of which those that are only added to may be float32."""
         self.logits_map = LogitsMap()
@@ -192,7 +194,9 @@ class LoopTrace:
             before(head, self._entered_head)
             behind(head, self._left_head)
             yield
-        self.result_width = self._rows[self.result].shape[1] if self._rows else 0
+        if self._rows:
+            result = self._rows[self.result]
+            self.result_width, self.result_dtype = result.shape[1], result.dtype
         self._rows, self._embedded = {}, torch.empty(0)
 
     def end(self, logits: torch.Tensor) -> None:

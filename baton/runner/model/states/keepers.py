@@ -16,7 +16,6 @@ from baton.engine.runner import STATE_BYTES, KVLayout, LayerState
 from baton.errors import ConfigError
 from baton.runner.backends.attention_call import StepLayout
 from baton.runner.backends.cpu.kernels.buffers import Rows
-from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.ranks.ranks import Ranks
@@ -75,6 +74,19 @@ class RecordedRecurrence(NamedTuple):
     value: Rows
     decay: Rows
     beta: Rows | None
+
+    def of_heads(self, own: range, own_groups: range, heads: int, groups: int) -> RecordedRecurrence:
+        """The columns of some of all heads, and of some of all groups."""
+
+        def columns(rows: Rows, part: range, count: int) -> Rows:
+            width = rows.width // count
+            return rows.columns(part.start * width, part.stop * width)
+
+        query, key = (columns(rows, own_groups, groups) for rows in (self.query, self.key))
+        value, decay = (columns(rows, own, heads) for rows in (self.value, self.decay))
+        return RecordedRecurrence(
+            query, key, value, decay, None if self.beta is None else columns(self.beta, own, heads)
+        )
 
 
 class KeepStates(Protocol):
@@ -179,11 +191,15 @@ class PagedStates:
         )
 
     def record_convolution(self, program: Program, layer: int, rows: Rows, by: Convolution, *, into: str) -> Rows:
-        """Append to a program what `convolve` does; the weight is float32."""
-        if self._operations.ranks.shard.size > 1:
-            raise KernelArgumentError("x", "has the columns of all ranks, of which each convolves its own alone")
-        view, group = self._rows[layer], self._groups[layer]
-        return program.convolve(rows, by.weight, by.bias, by.activation, view, group, into=into)
+        """Append to a program what `convolve` does; the weight is float32. Each rank has columns of its own."""
+        view, group, shard = self._rows[layer], self._groups[layer], self._operations.ranks.shard
+        if shard.size == 1:
+            return program.convolve(rows, by.weight, by.bias, by.activation, view, group, into=into)
+        parts = columns_of_ranks(rows.width, shard.size)
+        first, end = parts[shard.rank].start, parts[shard.rank].stop
+        weight, bias = by.weight[first:end], None if by.bias is None else by.bias[first:end]
+        own = program.convolve(rows.columns(first, end), weight, bias, by.activation, view, group, into=f"own {into}")
+        return program.gathered(own, into=into, parts=parts)
 
     def record_recurrence(
         self,
@@ -198,18 +214,27 @@ class PagedStates:
         rates: torch.Tensor | None = None,
         into: str,
     ) -> Rows:
-        """Append to a program what `recur` does."""
-        return program.recur(
+        """Append to a program what `recur` does. Each rank has heads of its own."""
+        shard, state = self._operations.ranks.shard, self._recurrences[layer]
+        _, key_dim, value_dim = state.shape
+        heads, groups = rows.value.width // value_dim, rows.query.width // key_dim
+        if shard.size > 1:
+            own, own_groups = shard.kv_heads(heads), shard.kv_heads(groups)
+            rows = rows.of_heads(own, own_groups, heads, groups)
+            skip = None if skip is None else skip[own.start : own.stop].contiguous()
+            rates = None if rates is None else rates[:, own.start : own.stop].contiguous()
+        out = program.recur(
             *rows,
             scale=scale,
             norm_eps=norm_eps,
-            state=self._recurrences[layer],
+            state=state,
             group=self._groups[layer],
             has_delta_rule=has_delta_rule,
             skip=skip,
             rates=rates,
-            into=into,
+            into=into if shard.size == 1 else f"own {into}",
         )
+        return program.gathered(out, into=into)
 
     def _step(self, layer: int) -> StateStep:
         layout = self._layout_of_step()

@@ -417,8 +417,8 @@ class Program(RowRecording):
     def _attended(self) -> None:
         """Called when attention is recorded."""
 
-    def gathered(self, own: Rows, *, into: str) -> Rows:
-        """Rows side by side of which each rank has as many columns, in the order of ranks: here `own` alone."""
+    def gathered(self, own: Rows, *, into: str, parts: Sequence[range] | None = None) -> Rows:
+        """Rows side by side of which each rank has these columns (None: as many as any other): here `own` alone."""
         return own
 
     def changeable(self, x: Rows, *, into: str) -> Rows:

@@ -114,11 +114,14 @@ class Recording:
         self._record(OperationKind.HEADS, x, Call(heads=call), out=out)
 
     def copy_columns(self, x: Rows, out: Rows, heads: int = 1, *, first: int = 0, width: int, to: int = 0) -> None:
-        """Record the copy of `width` columns, from `first` on in each head of x, to those from `to` on of out's."""
+        """Record the copy of `width` columns, from `first` on in each head of x, to those from `to` on of out's.
+
+        Both may be float32.
+        """
         of_x, of_out = x.width // heads, out.width // heads
         if x.width % heads or out.width % heads or first + width > of_x or to + width > of_out:
             raise KernelArgumentError("width", f"of {width} columns is not in heads of {of_x} and {of_out}")
-        size = self._dtype.itemsize
+        size = x.dtype.itemsize
         call = CopyCall(
             pieces=heads,
             piece_bytes=width * size,
@@ -128,7 +131,7 @@ class Recording:
             out_apart=of_out * size,
         )
         out = out.columns(to, out.width)
-        self._record(OperationKind.COPY, x.columns(first, x.width), Call(copy=call), out=out)
+        self._record(OperationKind.COPY, x.columns(first, x.width), Call(copy=call), out=out, dtype=x.dtype)
 
     def take_sampled(self, x: Rows, *, into: str | Rows) -> Rows:
         """Record the copy of those rows of x that sample."""

@@ -378,13 +378,15 @@ class Scheduler:
         """Whether a step may be decided while the last one is in flight.
 
         Not with beams, since the next beams follow from the tokens of the step in flight. Not while a request is moved,
-        whose blocks nothing may write to once it is handed over. Not while tokens are drafted:
-        how far these requests are is known only when the step is committed. Not if the step might preempt
-        or the step in flight swaps out: a preempted request must not have a token in flight, and swapped blocks must be
-        copied before a load from another node writes to them.
+        whose blocks nothing may write to once it is handed over; nor while one is moved here, whose stream stands still
+        until it is in a step. Not while tokens are drafted: how far these requests are is known only when the step is
+        committed. Not if the step might preempt or the step in flight swaps out: a preempted request must not have a
+        token in flight, and swapped blocks must be copied before a load from another node writes to them.
         """
         state = self._state
         if state.beams or state.speculating or state.moving or self._speculation.is_waiting:
+            return False
+        if self._waiting.awaits_moved:
             return False
         if any(plan.swapped_out or plan.num_drafts_wanted for plan in self._in_flight.values()):
             return False

@@ -115,7 +115,7 @@ def timeline(request: EndedRequest, router: str, now: float) -> Timeline:
         detail=request.detail,
         age_s=max(0.0, now - request.ended_at),
         attempts=request.attempts,
-        prefill_node=last.prompt_node if last.decode_node else "",
+        prefill_node=last.prompt_node if last.decode_node not in ("", last.prompt_node) else "",
         decode_node=last.decode_node or last.prompt_node,
         prompt_tokens=request.prompt_tokens,
         completion_tokens=request.completion_tokens,

@@ -102,6 +102,11 @@ class WaitingRequests:
         return len(self.remote) + len(self.deferred)
 
     @property
+    def awaits_moved(self) -> bool:
+        """Whether a stream is being moved here."""
+        return any(request.cut_by for request in self.remote.values())
+
+    @property
     def has_load_slot(self) -> bool:
         """Whether another load may begin."""
         return len(self.remote) + len(self.arrived) < self._max_num_seqs

@@ -80,9 +80,12 @@ def test_what_arrives_is_gone_on_with(limits: dict[str, Any]) -> None:
 
 def test_a_stream_that_does_not_arrive_is_not_computed_here() -> None:
     rig = EngineRig(on_transfer_failure="recompute")
+    assert rig.scheduler.may_run_ahead()
     rig.begin("r", 13, leg=Leg.DECODE, given=3, max_tokens=30, cut_by=30)
+    assert not rig.scheduler.may_run_ahead(), "it is to be in the first step that begins when it is here"
     rig.fail_transfer("r", num_valid_blocks=2, cause=TransferCause.LEASE_LOST)
     assert rig.reason("r") is Outcome.KV_LOST, "it goes on at the other node"
+    assert rig.scheduler.may_run_ahead()
     rig.transfer(released=["r"])
 
 

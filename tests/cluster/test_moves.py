@@ -94,13 +94,13 @@ async def streaming(directory: Path, **settings: object) -> AsyncIterator[tuple[
 @pytest.mark.one_transport
 async def test_an_operator_moves_a_stream_or_hears_why_it_stays(tmp_path: Path) -> None:
     async with streaming(tmp_path) as (cluster, streams):
-        one, two = await streams.begin("one", 600, logprobs=1), await streams.begin("two", n=2)
+        one, two = await streams.begin("one", 900, logprobs=1), await streams.begin("two", 600, n=2)
+        assert "several sequences stays" in await cluster.baton("move", "two", exit_code=2)
         source = await streams.node_of("one")
         other = next(name for name in ("decode-0", "decode-1") if name != source)
         assert await cluster.baton("move", "one") == f"one: {source} -> {other}\n"
         assert await streams.node_of("one") == other
         assert f'"to": "{source}"' in await cluster.baton("move", "one", "--to", source, "-o", "json")
-        assert "several sequences stays" in await cluster.baton("move", "two", exit_code=2)
         wrong: list[tuple[str, str, type[BatonError], str]] = [
             ("one", source, NoCapacity, "no other decode node"),
             ("one", "prefill-0", NoCapacity, "no other decode node"),
@@ -111,7 +111,7 @@ async def test_an_operator_moves_a_stream_or_hears_why_it_stays(tmp_path: Path) 
             with pytest.raises(error, match=why):
                 await asyncio.to_thread(streams.operator.move, request_id, to)
         answer = await one.assert_right(num_moves=2)
-        assert len(answer.logprobs) == 600
+        assert len(answer.logprobs) == 900
         assert answer.end.path.prefill_node in ("prefill-0", ""), "the other one has not computed the prompt"
         await two.answer
         assert "moved there while it was decoded" in await cluster.baton("explain", "one")

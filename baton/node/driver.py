@@ -213,22 +213,19 @@ class EngineDriver:
     def _turn(self) -> bool:
         """Execute the commands in the inbox, waiting for one when there is nothing to compute; then take one step."""
         outputs: list[EngineCoreOutputs] = []
-        try:
-            command = self._inbox.get(block=not self._core.has_work(), timeout=self._seconds_to_deadline())
-            while command is not None:
-                if ended := command():
-                    outputs.append(ended)
-                command = self._inbox.get_nowait()
+        is_stopped = self._do_commands(outputs)
+        if outputs:
+            # Requests that a command has ended need not wait for the step. Routers are told why they have ended before
+            # the nodes that wait for their KV are told that it does not come.
+            self._publish_news(outputs)
+            outputs = []
+        self._flush()
+        if is_stopped:
             return False
-        except queue.Empty:
-            pass
-        finally:
-            self._flush()
         if ended := self._advance_adapters():
             outputs.append(ended)
         if self._core.has_work():
             if outputs:
-                # Requests that a command has ended need not wait for the step.
                 self._publish_news(outputs)
                 outputs = []
             outputs.append(self._core.step())
@@ -236,6 +233,18 @@ class EngineDriver:
                 outputs.append(ended)
         self._publish_news(outputs)
         self._flush()
+        return True
+
+    def _do_commands(self, outputs: list[EngineCoreOutputs]) -> bool:
+        """Execute the commands in the inbox; their results go to `outputs`. Returns whether the engine is to stop."""
+        try:
+            command = self._inbox.get(block=not self._core.has_work(), timeout=self._seconds_to_deadline())
+            while command is not None:
+                if ended := command():
+                    outputs.append(ended)
+                command = self._inbox.get_nowait()
+        except queue.Empty:
+            return False
         return True
 
     def _publish_news(self, outputs: Sequence[EngineCoreOutputs]) -> None:

@@ -234,13 +234,19 @@ class Placer:
         none is large enough.
         """
         demand = demand_of(request, origin)
-        if self._predicts:
-            choice = self._cheapest(candidates, request, demand, exclude, attempt, waited_s, now, with_room)
-        else:
-            candidates = _may_be_chosen(candidates, demand, with_room)
+
+        def chosen(exclude: Set[str]) -> Choice:
+            if self._predicts:
+                return self._cheapest(candidates, request, demand, exclude, attempt, waited_s, now, with_room)
+            may_be_chosen = _may_be_chosen(candidates, demand, with_room)
             pick = choose if self._settings.policy is Policy.LEAST_LOADED else choose_in_turn
-            choice = Choice(pick(candidates, demand, exclude), request, attempt, origin=origin)
+            return Choice(pick(may_be_chosen, demand, exclude), request, attempt, origin=origin)
+
+        choice = chosen(exclude)
         if not request.embeds:
+            if exclude and choice.placement.prefill is None and self._settings.require_disaggregation:
+                # A prefill node at which the request has failed is better than none.
+                choice = chosen(frozenset())
             self._check_kind(choice.placement)
         if request.contents:
             having = [(content.digest, self._caches.holders(content)) for content in request.contents]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -110,7 +110,12 @@ class Fleet:
         self.view.released(choice.placement.decode.incarnation, AttemptKey(choice.request.request_id, 1))
 
     def choose(
-        self, tokens: int | Sequence[int] = 1024, attempt: int = 1, origin: Origin | None = None, **fields: Any
+        self,
+        tokens: int | Sequence[int] = 1024,
+        attempt: int = 1,
+        origin: Origin | None = None,
+        exclude: Set[str] = frozenset(),
+        **fields: Any,
     ) -> Choice:
         """Choose nodes for a new prompt of this length, or for this prompt."""
         self._number += 1
@@ -119,7 +124,7 @@ class Fleet:
         request = replace(base, **fields)
         nodes = self.view.candidates()
         return self.placer.choose(
-            nodes, request, frozenset(), attempt, 0.0, self.now, origin=origin, encoders=self.view.encoders()
+            nodes, request, exclude, attempt, 0.0, self.now, origin=origin, encoders=self.view.encoders()
         )
 
     def place(self, tokens: int | Sequence[int] = 1024, **fields: Any) -> Choice:

@@ -12,7 +12,7 @@ import pytest
 
 from baton.clock import SystemClock
 from baton.engine.batch import EngineCoreEvent, EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
-from baton.engine.connector import ArrivedKV, KVConnector, KVTransferOutput, LostKV
+from baton.engine.connector import ArrivedKV, BlockFate, KVConnector, KVTransferOutput, LostKV
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.kv_cache.events import KVEventBatch
 from baton.engine.request import Request
@@ -203,6 +203,29 @@ def test_deferred_actions_of_a_step_are_posted_after_its_news() -> None:
     driver.submit(request("r", leg=Leg.PREFILL))
     expected = ["left before", "news", "left by the step", "done at last"]
     assert [order.get(timeout=LONG_S) for _ in expected] == expected
+    driver.stop()
+
+
+def test_routers_hear_that_a_command_has_ended_a_request_before_other_nodes_do() -> None:
+    """A node that waits for its KV would tell its router that this was lost, who would compute the prompt again."""
+    order: queue.SimpleQueue[str] = queue.SimpleQueue()
+    outbox = Outbox(lambda action: action())
+
+    class Connector(FakeConnector):
+        def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
+            outbox.add(lambda: order.put("withdrawn"))
+            return super().request_finished(request, block_ids, transferring)
+
+    def publish(news: StepNews) -> None:
+        if news.outputs:
+            order.put("news")
+
+    engine = EngineRig(connector=Connector())
+    driver = EngineDriver(engine.scheduler, engine.runner, publish, lambda error: None, flush=outbox.flush)
+    driver.start()
+    driver.submit(request("r", leg=Leg.DECODE, kv_source=SOURCE))
+    driver.abort(["r"])
+    assert [order.get(timeout=LONG_S) for _ in range(2)] == ["news", "withdrawn"]
     driver.stop()
 
 

@@ -199,6 +199,9 @@ def test_nodes_of_one_role_serve_alone_unless_disaggregation_is_required() -> No
     for policy in (Policy.LEAST_LOADED, Policy.ROUND_ROBIN):
         with pytest.raises(NoCapacity, match="disaggregation is required"):
             Fleet(*decodes("d1"), settings=PlacementSettings(policy, True)).choose()
+    for policy in (Policy.COST, Policy.LEAST_LOADED):
+        one = Fleet(*prefills("p1"), *decodes("d1"), settings=PlacementSettings(policy, True))
+        assert names(one.choose(exclude={"p1.1"})) == ("p1", "d1"), "nobody would come for whom to wait"
     with pytest.raises(InvalidRequest, match="more than any node's KV cache holds"):
         lonely.choose(8190)
     with pytest.raises(NoCapacity, match="no node that serves demo is up"):

@@ -213,21 +213,19 @@ class EngineDriver:
     def _turn(self) -> bool:
         """Execute the commands in the inbox, waiting for one when there is nothing to compute; then take one step."""
         outputs: list[EngineCoreOutputs] = []
-        is_stopped = self._do_commands(outputs)
-        if outputs:
-            # Requests that a command has ended need not wait for the step. Routers are told why they have ended before
-            # the nodes that wait for their KV are told that it does not come.
-            self._publish_news(outputs)
-            outputs = []
-        self._flush()
-        if is_stopped:
+        if self._do_commands(outputs):
+            self._flush()
             return False
         if ended := self._advance_adapters():
             outputs.append(ended)
+        # Of a request that a command has ended routers are told before the nodes that wait for its KV: these would tell
+        # them that it was lost.
         if self._core.has_work():
             if outputs:
+                # Such a request need not wait for the step.
                 self._publish_news(outputs)
                 outputs = []
+            self._flush()
             outputs.append(self._core.step())
             if ended := self._advance_adapters():
                 outputs.append(ended)

@@ -276,9 +276,9 @@ class PlanReport:
     pools: Sequence[PlannedPool] = ()
     """Empty: there is no scaler, or it has not answered for too long."""
     growths: Sequence[PlannedGrowth] = ()
-    """Those that go on, and the latest that have ended; the latest first."""
+    """The growths that go on, and the latest that have ended; the latest first."""
     encode_nodes: int = 0
-    """Those that take work; 0: there are none, and prefill nodes encode."""
+    """The encode nodes that take work; 0: there are none, and prefill nodes encode."""
     wanted_encode_nodes: int = 0
     encode_pressure: float = 0.0
     """The share of their time in which they encode."""

@@ -218,8 +218,8 @@ class EngineDriver:
             return False
         if ended := self._advance_adapters():
             outputs.append(ended)
-        # Of a request that a command has ended routers are told before the nodes that wait for its KV: these would tell
-        # them that it was lost.
+        # Routers are told that a command has ended a request before the nodes that wait for its KV are told, which
+        # would report to them that it was lost.
         if self._core.has_work():
             if outputs:
                 # Such a request need not wait for the step.

@@ -170,7 +170,7 @@ class _Server(uvicorn.Server):
         for connection in list(state.connections):
             connection.shutdown()
         if state.connections:
-            # Those that are idle close in the next turns of the loop, also where there is no grace.
+            # Idle connections close in the next turns of the loop, also where there is no grace.
             await asyncio.sleep(_LOOK_S)
         try:
             async with asyncio.timeout(self.config.timeout_graceful_shutdown):

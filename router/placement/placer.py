@@ -245,7 +245,7 @@ class Placer:
         choice = chosen(exclude)
         if not request.embeds:
             if exclude and choice.placement.prefill is None and self._settings.require_disaggregation:
-                # A prefill node at which the request has failed is better than none.
+                # A node at which the request has failed is better than none of its role.
                 choice = chosen(frozenset())
             self._check_kind(choice.placement)
         if request.contents:

@@ -282,7 +282,7 @@ class Planner:
         return self._begun(scaling, effects, grown, move, seen, now)
 
     def _keep(self, count: int, roles: Collection[Role], now: float) -> tuple[Sequence[PlanEffect], int]:
-        """Of so many nodes that are wanted more, those come first that were to leave. Returns how many are left."""
+        """Keep nodes that were to leave, as long as more are wanted. Returns how many are then still to be added."""
         effects: list[PlanEffect] = []
         while count and (kept := self.book.keep(roles, now)):
             effects += kept

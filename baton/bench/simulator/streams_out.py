@@ -23,7 +23,7 @@ class Cut:
 
 
 class StreamsOut:
-    """Offers their KV, and says when they end. As on a node, that is after a step, when all but a block is read."""
+    """Offers the streams' KV, and says when they end: as on a node after a step, when all but a block is read."""
 
     def __init__(self, node: HandOffNode, handoffs: HandOffs, block_size: int) -> None:
         self._node = node
@@ -32,7 +32,7 @@ class StreamsOut:
         self._moves: dict[str, MoveOut] = {}
         """By the attempt that is to have the stream."""
         self._read: dict[str, None] = {}
-        """Those of which all that was offered is read."""
+        """The attempts of which all that was offered is read, in that order."""
 
     def begin(self, move: MoveOut, attempt: Attempt) -> None:
         """Offer what a stream has computed so far."""

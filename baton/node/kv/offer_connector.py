@@ -44,7 +44,7 @@ class _OfferProgress:
 
 @dataclass(slots=True)
 class _PinProgress:
-    """Of how many of the blocks that are pulled digests were told."""
+    """How far the digests of what is pulled are told: those of the first `num_blocks` blocks are."""
 
     pin: Pin
     block_ids: Sequence[int]

@@ -224,7 +224,7 @@ class Offering:
             self.offer(attempt, 0, block_ids)
 
     def pin_digested(self, pin: Pin, num_blocks: int, num_tokens: int) -> None:
-        """The reader of a pull knows all digests that it will be told, and need not wait for other blocks."""
+        """Note that all digests of what is pulled were told (`digested`): nothing more is offered to its reader."""
         if self._book.knows(pin.attempt):
             self.offer(pin.attempt, num_blocks, (), Closing(num_tokens, (), ended=False))
         self.ended(pin.attempt, pin.holder)

@@ -153,10 +153,10 @@ def attention_of_sharers(batch: int, shared: int, own: int, device: torch.device
 def _decode_sharing(runner: TorchModelRunner, batch: int) -> None:
     operations = runner._transformer._operations
     assert isinstance(operations, CudaOperations)
-    together = set(operations._together)
+    together = set(operations._attention._together)
     medians, outputs = [], []
     for kinds in (set(), together):
-        operations._together = kinds
+        operations._attention._together = kinds
         driver = RunnerDriver(runner)
         prefix = some_tokens(0, SHARED, LLAMA_1B.vocab)
         blocks: Sequence[int] = ()

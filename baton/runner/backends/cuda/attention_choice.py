@@ -1,0 +1,211 @@
+"""Chooses how a GPU computes the attention of each kind of layer, by what the kernels give on random input.
+
+A way is taken if it runs, gives the plain one's result, and gives a row the same bits alone and in a batch. Rows attend
+to blocks that they share together (shared_splits.py) only if that gives the same bits, too:
+  triton     kernels that follow the block tables (triton_attention.py)
+  plain      row by row, as in TorchOperations: exact and slow; the only one that adds biases of distances
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
+from baton.runner.backends.cuda.shared_splits import SPLIT, find_shared_splits
+from baton.runner.backends.paged_cache import CacheView
+
+_log = logging.getLogger(__name__)
+
+_MOST_HEADS = 8
+"""Half of a tile's rows (triton_attention.py)."""
+_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """The properties of a layer that decide which ways its attention can be computed in."""
+
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    block_size: int
+    window: int | None
+    in_chunks: bool
+    softcap: float | None
+    has_sinks: bool
+    has_distance_bias: bool
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> _Kind:
+        query, cache, how = call.query, call.cache, call.how
+        return cls(
+            query.dtype,
+            query.shape[1],
+            cache.num_kv_heads,
+            cache.key_dim,
+            cache.value_dim,
+            cache.block_size,
+            how.window,
+            how.in_chunks,
+            how.softcap,
+            how.sinks is not None,
+            how.distance_bias is not None,
+        )
+
+    @property
+    def may_share(self) -> bool:
+        """Whether a tile has room for rows of several sequences, each of which sees all keys of a split."""
+        return self.window is None and self.num_heads // self.num_kv_heads <= _MOST_HEADS
+
+
+PagedAttention = Callable[[AttentionCall], torch.Tensor]
+"""Computes a causal call without biases of distances, without reading from the device, in one order of summation for
+every row.
+
+Implemented by `triton_attention.triton_attention` and, for tests, by `tests.doubles.fake_attention`."""
+
+
+def triton_attention(call: AttentionCall) -> torch.Tensor:
+    # Triton is there only where torch was built for GPUs.
+    from baton.runner.backends.cuda.triton_attention import triton_attention as attend
+
+    return attend(call)
+
+
+class AttentionChoice:
+    """The ways that the kinds of layers of one model take. Called from one thread."""
+
+    def __init__(self, device: torch.device, attend: PagedAttention, plain: PagedAttention) -> None:
+        self._device = device
+        self._attend = attend
+        self._plain = plain
+        self._ways: dict[_Kind, str] = {}
+        self._together: set[_Kind] = set()
+        self.why_plain = ""
+        """Why the latest kind of layer that takes the plain way does not take a faster one."""
+
+    @property
+    def ways(self) -> set[str]:
+        """The ways that layers take, as far as they have been called."""
+        return set(self._ways.values())
+
+    @property
+    def attends_together(self) -> bool:
+        """Whether there are layers in which rows attend together to the blocks that they share."""
+        return bool(self._together)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Compute `Operations.paged_attention`."""
+        if call.how.ahead or call.cache.values_in_keys or call.selected is not None:
+            # Only encoders look ahead, and Triton's kernel is causal. It does not read values of keys either.
+            return self._plain(call)
+        kind = _Kind.of(call)
+        way = self._ways.get(kind)
+        if way is None:
+            way = self._ways[kind] = self._choose(kind)
+        if way == "plain":
+            return self._plain(call)
+        may_share = call.sharing is None or kind in self._together
+        return self._attend(call if may_share else replace(call, sharing=None))
+
+    def _choose(self, kind: _Kind) -> str:
+        if kind.has_distance_bias:
+            self.why_plain = "Triton's kernel adds no biases to scores"
+            return "plain"
+        sample = _sample(kind, self._device)
+        expected = self._plain(sample)
+        try:
+            out = self._attend(sample)
+            alone = self._attend(_last_alone(sample))
+        except Exception as error:  # of torch, of Triton's compiler or of the driver: not on this device or this shape
+            lines = str(error).splitlines() or [""]
+            self.why_plain = f"Triton's kernel fails with {type(error).__name__} ({lines[0]:.200})"
+            return "plain"
+        tolerance = _TOLERANCE[kind.dtype]
+        if not torch.allclose(out.float(), expected.float(), atol=tolerance, rtol=tolerance):
+            self.why_plain = "the result of Triton's kernel differs from that of plain attention"
+        elif not torch.equal(out[-1:], alone):
+            self.why_plain = "Triton's kernel gives a row other bits alone than in a batch"
+        else:
+            if kind.may_share and self._shares(sample):
+                self._together.add(kind)
+            return "triton"
+        return "plain"
+
+    def _shares(self, sample: AttentionCall) -> bool:
+        """Whether rows of the sample that share blocks have the same bits as without sharing."""
+        shared = _sharers(sample)
+        tables, lengths = shared.block_tables.cpu().numpy(), shared.seq_lens.cpu().numpy()
+        sharing = find_shared_splits(tables, lengths, shared.cache.block_size)
+        assert sharing is not None
+        try:
+            together = self._attend(replace(shared, sharing=torch.from_numpy(sharing).to(self._device)))
+            if torch.equal(together, self._attend(shared)):
+                return True
+            reason = "a row gets other bits"
+        except Exception as error:  # as above
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.200}"
+        _log.warning("rows don't attend together to the blocks that they share: %s", reason)
+        return False
+
+
+_SAMPLE_LENGTHS, _SAMPLE_QUERIES = (3, 40, 1100), (3, 1, 18)
+"""The keys and the queries of the sample's sequences. Those of the last one fill more than one tile, and see keys of
+three splits (triton_attention.py)."""
+
+
+def _sample(kind: _Kind, device: torch.device) -> AttentionCall:
+    """A call with random input, with shuffled blocks."""
+    generator = torch.Generator().manual_seed(0)
+    width = -(-max(_SAMPLE_LENGTHS) // kind.block_size)
+    num_blocks = len(_SAMPLE_LENGTHS) * width + 1
+    keys, values = (kind.num_kv_heads * kind.block_size * dim for dim in (kind.key_dim, kind.value_dim))
+    memory = torch.randn(num_blocks * (keys + values), generator=generator).to(device, kind.dtype)
+    cache = CacheView(
+        memory=memory,
+        num_blocks=num_blocks,
+        block_stride=keys + values,
+        key_offset=0,
+        value_offset=keys,
+        num_kv_heads=kind.num_kv_heads,
+        block_size=kind.block_size,
+        key_dim=kind.key_dim,
+        value_dim=kind.value_dim,
+    )
+    query = torch.randn(sum(_SAMPLE_QUERIES), kind.num_heads, kind.key_dim, generator=generator).to(device, kind.dtype)
+    tables = torch.randperm(num_blocks - 1, generator=generator).view(-1, width).to(device, torch.int32) + 1
+    starts = torch.tensor([0, *itertools.accumulate(_SAMPLE_QUERIES)], dtype=torch.int32, device=device)
+    lengths = torch.tensor(_SAMPLE_LENGTHS, dtype=torch.int32, device=device)
+    sinks = torch.randn(kind.num_heads, generator=generator).to(device, kind.dtype) if kind.has_sinks else None
+    how = AttentionFeatures(kind.key_dim**-0.5, kind.window, kind.softcap, sinks, in_chunks=kind.in_chunks)
+    return AttentionCall(query, cache, starts, lengths, tables, how)
+
+
+def _last_alone(sample: AttentionCall) -> AttentionCall:
+    """The last row of a sample as the only one of a step."""
+    return replace(
+        sample,
+        query=sample.query[-1:],
+        query_start=sample.query_start[:2].clamp(max=1),
+        seq_lens=sample.seq_lens[-1:],
+        block_tables=sample.block_tables[-1:],
+    )
+
+
+def _sharers(sample: AttentionCall) -> AttentionCall:
+    """Decode rows of three sequences that begin with the blocks of the sample's last one, and see all of a split."""
+    device, lengths = sample.query.device, [sample.seq_lens[-1], SPLIT, 2 * SPLIT + 6]
+    return replace(
+        sample,
+        query=sample.query[-3:],
+        query_start=torch.arange(4, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        block_tables=sample.block_tables[-1:].expand(3, -1).contiguous(),
+    )

@@ -34,7 +34,8 @@ def compute_paths(
 def products_path(operations: Operations) -> ComputePath:
     """What computes the products."""
     if isinstance(operations, CudaOperations):
-        return ComputePath("products", f"torch on {operations.device_name}")
+        why_not = operations.why_products_by_torch
+        return ComputePath("products", f"{'torch' if why_not else 'Triton'} on {operations.device_name}", why_not)
     info = kernels.available()
     if not isinstance(operations, CompiledOperations):
         return ComputePath("products", type(operations).__name__, info.reason or "they were asked for")

@@ -11,6 +11,8 @@ import torch
 
 from baton.engine.runner import ModelInfo
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
+from baton.runner.backends.cuda.graph_recording import GpuRecorder
+from baton.runner.backends.cuda.kernels import triton_kernels
 from baton.runner.compute_paths import compute_paths
 from baton.runner.model import attention
 from baton.runner.model.checkpoint import Checkpoint
@@ -69,11 +71,10 @@ def made_runner(shape: Shape, device: torch.device, num_blocks: int) -> TorchMod
 def made_operations(device: torch.device) -> CudaOperations:
     """The operations of a GPU with Triton's kernels, also where Triton's interpreter runs them."""
     if device.type == "cuda":
-        return CudaOperations(device)
+        return CudaOperations(device, triton_kernels(), GpuRecorder())
     from triton.runtime import interpreter
 
-    from baton.runner.backends.cuda.triton_norm import triton_norm
-    from tests.support.triton_interpreter import mend_interpreter
+    from tests.support.triton_interpreter import SMALL_TILES, mend_interpreter
 
     mend_interpreter(interpreter)
-    return CudaOperations(device, norm=triton_norm)
+    return CudaOperations(device, triton_kernels(), tiles=SMALL_TILES)

@@ -8,6 +8,7 @@ import pytest
 
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
+from baton.runner.backends.cuda.kernels import Kernels
 from baton.runner.backends.device import CPU
 from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.torch_operations import TorchOperations
@@ -22,7 +23,7 @@ def operations(request: pytest.FixtureRequest) -> Any:
     made: dict[str, Any] = {
         "compiled": CompiledOperations(2, ""),
         "torch": TorchOperations(1),
-        "gpu": CudaOperations(CPU, fake_paged_attention),
+        "gpu": CudaOperations(CPU, Kernels(fake_paged_attention)),
         "reference": reference,
     }
     return made[request.param]

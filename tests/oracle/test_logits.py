@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from baton.engine.batch import NewRequestData
 from baton.messages.sampling import SamplingParams
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
+from baton.runner.backends.cuda.kernels import Kernels
 from baton.runner.backends.device import CPU
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
@@ -42,7 +43,7 @@ NEAR, BEST = 10, 20
 BACKENDS: dict[str, Callable[[], Operations]] = {
     "chosen": lambda: choose_operations(2),
     "torch": lambda: TorchOperations(1),
-    "gpu": lambda: CudaOperations(CPU, fake_paged_attention),
+    "gpu": lambda: CudaOperations(CPU, Kernels(fake_paged_attention)),
     "reference": lambda: reference,
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
+from baton.runner.backends.cuda.kernels import Kernels
 from baton.runner.backends.device import CPU
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
@@ -38,5 +39,9 @@ def load_tiny(
 def load_as_on_a_gpu(
     directory: Path, attend: Callable[..., torch.Tensor] = fake_paged_attention, record: Any = None, **how: Any
 ) -> TorchModelRunner:
-    """Load a model directory in float32 with the operations of a GPU around a fake kernel; `record`: of CUDA graphs."""
-    return load_with(directory, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, attend, record, **how))
+    """Load a model directory in float32 with the operations of a GPU around a fake kernel.
+
+    `record`: of CUDA graphs. `how`: other kernels by their names in `Kernels`.
+    """
+    operations = CudaOperations(CPU, Kernels(attend, **how), record)
+    return load_with(directory, dtype="float32", num_blocks=64, operations=operations)

@@ -285,6 +285,10 @@ def add_rms_norm(
     return total, rms_norm(total, weight, eps, plus_one=plus_one)
 
 
+def prepare_heads(*_: Any) -> bool:
+    return False
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, in_pairs: bool = False) -> None:
     half = cos.shape[-1] // 2
     firsts, seconds = (

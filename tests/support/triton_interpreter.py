@@ -15,8 +15,11 @@ import pytest
 import torch
 
 from baton.runner.backends.cuda import shared_splits
+from baton.runner.backends.cuda.product_tiles import Tile
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SMALL_TILES = (Tile(16, 16, 32), Tile(32, 32, 16), Tile(16, 32, 64))
+"""Tiles of products for the interpreter."""
 SPLIT = shared_splits.SPLIT if DEVICE.type == "cuda" else 64
 """Keys of a split in these tests: in the interpreter, which takes some milliseconds for a tile of keys, only a few."""
 
@@ -50,10 +53,12 @@ def mend_interpreter(interpreter: Any) -> None:
         return
 
     def create_dot(self: Any, one: Any, other: Any, sums: Any, *_precision: Any) -> Any:
-        # Row by row, as a GPU does: the order in which numpy's library adds may depend on the number of rows.
-        rows = wide(one)[..., np.newaxis, :]
-        product = np.matmul(rows, wide(other), dtype=sums.data.dtype)[..., 0, :]
-        return interpreter.TensorHandle(product + sums.data, sums.dtype.scalar)
+        # One chain of sums in the order of k for each number, as on a GPU: the order in which numpy's library adds
+        # depends on the shapes.
+        rows, columns, total = wide(one), wide(other), sums.data.copy()
+        for place in range(rows.shape[-1]):
+            total += rows[..., place, np.newaxis] * columns[..., place, np.newaxis, :]
+        return interpreter.TensorHandle(total, sums.dtype.scalar)
 
     def wide(operand: Any) -> Any:
         is_wide = operand.dtype.scalar != tl.bfloat16

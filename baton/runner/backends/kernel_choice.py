@@ -20,7 +20,10 @@ from baton.runner.backends.cpu.kernels import (
 from baton.runner.backends.cpu.kernels.product import Activation, Ungated
 from baton.runner.backends.cpu.kernels.rows import NO_LIMITS, GateActivation, GateFunction, Limits, RowActivation
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
+from baton.runner.backends.cuda.graph_recording import GpuRecorder
+from baton.runner.backends.cuda.kernels import triton_kernels
 from baton.runner.backends.device import CPU
+from baton.runner.backends.head_rows import HeadRows
 from baton.runner.backends.key_selection import SelectionCall
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.operations import Operations
@@ -209,6 +212,11 @@ class CompiledOperations:
     def sparse_gate(self, x: torch.Tensor, deviations: float, activation: Activation) -> torch.Tensor:
         return kernels.sparse_gate(x, deviations, activation, threads=self.num_threads)
 
+    def prepare_heads(
+        self, rows: HeadRows, cos: torch.Tensor, sin: torch.Tensor, cache: CacheView, slots: torch.Tensor
+    ) -> bool:
+        return False
+
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, in_pairs: bool = False) -> None:
         kernels.rotate(x, cos, sin, in_pairs=in_pairs, threads=self.num_threads)
 
@@ -234,7 +242,7 @@ def choose_operations(num_threads: int, device: torch.device = CPU) -> Operation
     Their numerics have different names.
     """
     if device.type != "cpu":
-        return CudaOperations(device)
+        return CudaOperations(device, triton_kernels(), GpuRecorder())
     info = kernels.available()
     if not info:
         return TorchOperations(num_threads)

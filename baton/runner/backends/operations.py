@@ -15,6 +15,7 @@ from baton.runner.backends.attention_call import AttentionCall
 from baton.runner.backends.cpu.kernels.product import Activation, Ungated
 from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.cpu.kernels.rows import NO_LIMITS, GateActivation, GateFunction, Limits, RowActivation
+from baton.runner.backends.head_rows import HeadRows
 from baton.runner.backends.key_selection import SelectionCall
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.paged_cache import CacheView
@@ -294,6 +295,16 @@ class Operations(Protocol):
 
         The cutoff is the mean of a row's g plus `deviations` times their standard deviation. Everything is computed in
         float32 and rounded once.
+        """
+        ...
+
+    def prepare_heads(
+        self, rows: HeadRows, cos: torch.Tensor, sin: torch.Tensor, cache: CacheView, slots: torch.Tensor
+    ) -> bool:
+        """Norm and rotate queries in place, norm, rotate and store keys, and store values, all in one call.
+
+        cos, sin [T, R]: as of `rotate`; with R = 0 nothing is rotated. slots [T]: as of `store_kv`. False, and nothing
+        is done, where there is no such call: one operation after the other has to do it.
         """
         ...
 

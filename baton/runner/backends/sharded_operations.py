@@ -221,6 +221,7 @@ class ShardedOperations:
         self.row_means = inner.row_means
         self.resize = inner.resize
         self.sparse_gate = inner.sparse_gate
+        self.prepare_heads = inner.prepare_heads
         self.rotate = inner.rotate
         self.store_kv = inner.store_kv
         self.paged_attention = inner.paged_attention

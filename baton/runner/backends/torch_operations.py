@@ -23,6 +23,7 @@ from baton.runner.backends.cpu.kernels.attention import require_distance_bias
 from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.rows import NO_LIMITS, GateActivation, GateFunction, Limits, RowActivation, Xielu
 from baton.runner.backends.device import CPU
+from baton.runner.backends.head_rows import HeadRows
 from baton.runner.backends.key_selection import SelectionCall, positions_in, select_by_torch
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.paged_cache import CacheView, read_blocks, write_rows
@@ -307,11 +308,11 @@ class TorchOperations:
 
         # torch rounds differently in the tail of a tensor, so only padding may be in the tail of a call.
         padded = [functional.pad(rows, (0, -x.shape[1] % _LOOP_COLUMNS)) for rows in (x, by)]
-        return self._in_calls(torch.cat(padded, dim=-1), multiplied)[:, : x.shape[1]].contiguous()
+        return self._elementwise(torch.cat(padded, dim=-1), multiplied)[:, : x.shape[1]].contiguous()
 
     def activate(self, x: torch.Tensor, activation: RowActivation) -> torch.Tensor:
         padded = functional.pad(x, (0, -x.shape[1] % _LOOP_COLUMNS))
-        out = self._in_calls(padded, lambda rows: activate(rows.float(), activation).to(x.dtype))
+        out = self._elementwise(padded, lambda rows: activate(rows.float(), activation).to(x.dtype))
         return out[:, : x.shape[1]].contiguous()
 
     def mix_streams(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
@@ -336,6 +337,11 @@ class TorchOperations:
         gate, up = x.float().chunk(2, dim=-1)
         cut = self._in_calls(gate, lambda rows: torch_states.above_cutoff(rows, deviations))
         return (self.activate(cut, activation) * up).to(x.dtype)
+
+    def prepare_heads(
+        self, rows: HeadRows, cos: torch.Tensor, sin: torch.Tensor, cache: CacheView, slots: torch.Tensor
+    ) -> bool:
+        return False
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, in_pairs: bool = False) -> None:
         rotate(x, cos, sin, in_pairs=in_pairs)
@@ -448,6 +454,10 @@ class TorchOperations:
         wide = rows.float()
         parts = (matrix[row : row + _WIDENED_ROWS] for row in range(0, matrix.shape[0], _WIDENED_ROWS))
         return torch.cat([functional.linear(wide, part.float()) for part in parts], dim=1)
+
+    def _elementwise(self, x: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """compute(x) of a function that computes each number alone, or each row's halves."""
+        return self._in_calls(x, compute)
 
     def _in_calls(self, x: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         rows, size = x.shape[0], self.rows_per_call

@@ -20,6 +20,7 @@ from baton.runner.backends.attention_call import AttentionCall, AttentionFeature
 from baton.runner.backends.cpu.kernels.attention import BFLOAT16_BYTES
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.programs.program import Program
+from baton.runner.backends.head_rows import HeadRows
 from baton.runner.backends.key_selection import SelectionCall
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.paged_cache import CacheView
@@ -227,6 +228,11 @@ class PagedAttention:
                 selected,
             )
         )
+
+    def prepare_heads(self, layer: int, rows: HeadRows, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+        """As `Operations.prepare_heads`: what comes before an attention that stores nothing more."""
+        layout, cache, group = self._place_of(layer)
+        return self._operations.prepare_heads(rows, cos, sin, cache, layout.slots[group])
 
     def select(self, layer: int, key: torch.Tensor, scores: KeyScores, *, sampling: bool = False) -> torch.Tensor:
         layout, cache, group = self._place_of(layer)

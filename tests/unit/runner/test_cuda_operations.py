@@ -18,6 +18,7 @@ from baton.messages.sampling import SamplingParams
 from baton.runner import TorchSpec, load
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
+from baton.runner.backends.cuda.kernels import Kernels, triton_kernels
 from baton.runner.backends.device import CPU, resolve_device
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.torch_operations import TorchOperations
@@ -77,7 +78,7 @@ def tokens_of(runner: TorchModelRunner) -> dict[str, list[int]]:
 
 def test_biases_of_distances_are_added_the_plain_way() -> None:
     """Steps with them are not recorded as graphs, since not all layers take Triton's way."""
-    operations = CudaOperations(CPU, no_kernel)
+    operations = CudaOperations(CPU, Kernels(no_kernel))
     cache = CacheView(torch.ones(2 * 8 * 16), 2, 8 * 16, 0, 8 * 8, 1, 8, 8, 8)
     starts, lengths, tables = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [8], [[1]]))
     how = AttentionFeatures(1.0, distance_bias=torch.zeros(2, 3))
@@ -98,7 +99,7 @@ def test_every_way_of_attention_gives_the_same_tokens(tmp_path: Path, architectu
 def test_without_triton_attention_is_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "baton.runner.backends.cuda.triton_attention", raising=False)
-    runner = load_tiny(tmp_path, "llama", operations=CudaOperations(CPU))
+    runner = load_tiny(tmp_path, "llama", operations=CudaOperations(CPU, triton_kernels()))
     (path,) = (path for path in runner.model.compute_paths if path.part == "attention")
     assert path.runs == "plain"
     assert "ModuleNotFoundError" in path.why_not_faster
@@ -182,7 +183,7 @@ def test_graphs_of_other_products_are_not_replayed(llama: Path) -> None:
         seen.append(operations.rows_per_call)
         return recorder(compute)
 
-    operations = DependsOnTheBatch(CPU, fake_paged_attention, record)
+    operations = DependsOnTheBatch(CPU, Kernels(fake_paged_attention), record)
     runner = load_with(llama, dtype="float32", num_blocks=64, operations=operations)
     assert runner.model.bit_exact
     # The last graph is of the single sequence that is compared with transformers.
@@ -205,14 +206,14 @@ def test_steps_that_can_not_be_recorded_are_computed_without_graphs(llama: Path)
         def store_kv(self, *arguments: Any) -> None:
             TorchOperations.store_kv(self, *arguments)  # selects by a mask
 
-    operations = Asking(CPU, fake_paged_attention, FakeRecorder())
+    operations = Asking(CPU, Kernels(fake_paged_attention), FakeRecorder())
     runner = load_with(llama, dtype="float32", num_blocks=64, operations=operations)
     assert tokens_of(runner) == tokens_of(load_as_on_a_gpu(llama))
     assert (graphs_of(runner).sizes, graphs_of(runner).num_replays) == ([], 0)
 
 
 def test_steps_whose_layers_read_from_the_device_are_not_recorded(llama: Path) -> None:
-    operations = CudaOperations(CPU, no_kernel, FakeRecorder())
+    operations = CudaOperations(CPU, Kernels(no_kernel), FakeRecorder())
     runner = load_with(llama, dtype="float32", num_blocks=64, operations=operations)
     tokens_of(runner)
     assert operations.ways == {"plain"}

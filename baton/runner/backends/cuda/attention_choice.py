@@ -72,13 +72,6 @@ every row.
 Implemented by `triton_attention.triton_attention` and, for tests, by `tests.doubles.fake_attention`."""
 
 
-def triton_attention(call: AttentionCall) -> torch.Tensor:
-    # Triton is there only where torch was built for GPUs.
-    from baton.runner.backends.cuda.triton_attention import triton_attention as attend
-
-    return attend(call)
-
-
 class AttentionChoice:
     """The ways that the kinds of layers of one model take. Called from one thread."""
 

@@ -1,8 +1,9 @@
-"""The operations on a GPU: torch's products in calls of one number of rows, attention and norms in kernels of our own.
+"""The operations on a GPU: kernels of our own for products, norms, heads and attention; torch for what is left.
 
-How attention is computed is chosen by kind of layer (attention_choice.py). The kernel for norms (triton_norm.py) is
-tried in the same way. Without it torch computes them, whose bits depend on the number of rows, so that the model is
-hardly bit-exact.
+Each kernel is tried on the GPU before it is used: what computes attention is chosen by kind of layer
+(attention_choice.py), products have tiles (products.py), and kernels of rows are taken or left (row_kernels.py). In
+their place torch computes products in calls of one number of rows, and norms whose bits depend on the number of rows,
+so that the model is hardly bit-exact.
 """
 
 from __future__ import annotations
@@ -13,31 +14,24 @@ from collections.abc import Callable
 import torch
 
 from baton.runner.backends.attention_call import AttentionCall
-from baton.runner.backends.cuda.attention_choice import AttentionChoice, PagedAttention, triton_attention
-from baton.runner.backends.cuda.graph_recording import GpuRecorder, Record
+from baton.runner.backends.cpu.kernels.product import Activation
+from baton.runner.backends.cuda.attention_choice import AttentionChoice
+from baton.runner.backends.cuda.graph_recording import Record
+from baton.runner.backends.cuda.kernels import Kernels
+from baton.runner.backends.cuda.product_tiles import Tile
+from baton.runner.backends.cuda.products import ProductsFail, TiledProducts
+from baton.runner.backends.cuda.row_kernels import HeadChoice, NormChoice
+from baton.runner.backends.head_rows import HeadRows
+from baton.runner.backends.low_rank import RowAdapters
 from baton.runner.backends.paged_cache import CacheView, keys_and_values
-from baton.runner.backends.torch_operations import TorchOperations
+from baton.runner.backends.routing import Routing, choose
+from baton.runner.backends.torch_operations import TorchOperations, TorchStack, TorchWeight
 
 _log = logging.getLogger(__name__)
 
 ROWS_PER_CALL = (128, 256, 64)
-"""The numbers of rows that the check at start tries: few enough for a decode step, enough to keep a GPU busy with a
-prompt."""
-
-_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2}
-
-
-Norm = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float, bool], tuple[torch.Tensor, torch.Tensor]]
-"""Computes x + residual, if there is one, and its `Operations.rms_norm`, from x, residual, weight, eps and plus_one, in
-one order of summation for every row. Implemented by `triton_norm.triton_norm`."""
-
-
-def _triton_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, plus_one: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    from baton.runner.backends.cuda.triton_norm import triton_norm
-
-    return triton_norm(x, residual, weight, eps, plus_one)
+"""The numbers of rows that the check at start tries where torch computes products: few enough for a decode step, enough
+to keep a GPU busy with a prompt."""
 
 
 class CudaOperations(TorchOperations):
@@ -48,21 +42,25 @@ class CudaOperations(TorchOperations):
     def __init__(
         self,
         device: torch.device,
-        attend: PagedAttention = triton_attention,
+        kernels: Kernels,
         record: Record | None = None,
-        norm: Norm | None = None,
+        tiles: tuple[Tile, ...] | None = None,
     ) -> None:
-        """`norm`: None for the kernel's on a GPU, and torch's elsewhere."""
+        """`record`: records decode steps as CUDA graphs; None: they are not recorded. `tiles`: see `TiledProducts`."""
         super().__init__(num_threads=1)
         self.rows_per_call = ROWS_PER_CALL[0]
         self.rows_to_try = ROWS_PER_CALL
+        self.record = record
+        self.why_products_by_torch = "" if kernels.products else "there is no kernel for them"
+        """Why torch computes products; empty while Triton's kernels do."""
         self._device = device
-        self._attention = AttentionChoice(device, attend, super().paged_attention)
-        self.record = GpuRecorder() if record is None and device.type == "cuda" else record
-        """Records decode steps as CUDA graphs; None: they are not recorded."""
-        self._norm = _triton_norm if norm is None and device.type == "cuda" else norm
-        self._tried_norms: set[tuple[torch.dtype, int]] = set()
-        """The dtypes and widths with which the kernel for norms has been tried."""
+        self._attention = AttentionChoice(device, kernels.attend, super().paged_attention)
+        self._norms = NormChoice(device, kernels.norm)
+        self._heads = HeadChoice(device, kernels.heads)
+        self._products = None
+        if kernels.products is not None:
+            self._products = TiledProducts(device, kernels.products.multiply, tiles)
+            self._gate = kernels.products.gate
 
     @property
     def device_name(self) -> str:
@@ -83,7 +81,105 @@ class CudaOperations(TorchOperations):
         """Whether there are layers in which rows attend together to the blocks that they share."""
         return self._attention.attends_together
 
+    def numerics(self) -> str:
+        ways = "+".join(sorted(self.ways))
+        rows = "+".join(
+            f"{name}-{'torch' if choice.is_by_torch else 'triton'}"
+            for name, choice in (("norms", self._norms), ("heads", self._heads))
+        )
+        return f"{self.product_numerics()}-{ways}-{rows}"
+
+    def product_numerics(self) -> str:
+        by = "torch" if self._products is None else "triton"
+        return f"{by}-4-{self.device_name.replace(' ', '-')}" + (
+            f"-rows-{self.rows_per_call}" if self._products is None else ""
+        )
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: TorchWeight | TorchStack,
+        bias: torch.Tensor | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
+        adapters: RowAdapters | None = None,
+    ) -> torch.Tensor:
+        out = self._product(x, weight, bias, out_dtype)
+        if out is None:
+            return super().linear(x, weight, bias, out_dtype=out_dtype, adapters=adapters)
+        return self._adapted(x, out, adapters)
+
+    def gated_linear(
+        self,
+        x: torch.Tensor,
+        weight: TorchWeight | TorchStack,
+        *,
+        activation: Activation,
+        adapters: RowAdapters | None = None,
+    ) -> torch.Tensor:
+        if adapters is None:
+            out = self._product(x, weight, activation=activation)
+            return super().gated_linear(x, weight, activation=activation) if out is None else out
+        sums = self._product(x, weight, out_dtype=torch.float32)
+        if sums is None:
+            return super().gated_linear(x, weight, activation=activation, adapters=adapters)
+        return self._gate(self._adapted(x, sums, adapters), activation, x.dtype)
+
+    def _product(
+        self,
+        x: torch.Tensor,
+        weight: TorchWeight | TorchStack,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        activation: Activation | None = None,
+    ) -> torch.Tensor | None:
+        """The product by Triton's kernel; None if torch is to compute it."""
+        if self._products is None or not isinstance(weight, TorchWeight):
+            return None
+        try:
+            return self._products(x, weight.matrix, bias, out_dtype, activation)
+        except ProductsFail as failure:
+            _log.warning("torch computes products, in calls of one number of rows: %s", failure)
+            self._products, self.why_products_by_torch = None, str(failure)
+            return None
+
+    def factor_product(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        out = self._product(x, TorchWeight(factor))
+        return super().factor_product(x, factor) if out is None else out
+
+    def _elementwise(self, x: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        # A GPU computes each number of a tensor in the same way; a CPU does not.
+        return compute(x) if x.is_cuda else super()._elementwise(x, compute)
+
+    def route(self, logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+        return choose(logits, routing) if logits.is_cuda else super().route(logits, routing)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
+        norm = self._norms.kernel_for(x)
+        if norm is None:
+            return super().rms_norm(x, weight, eps, plus_one=plus_one)
+        return norm(x, None, weight, eps, plus_one)[1]
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        norm = self._norms.kernel_for(x)
+        if norm is None:
+            return super().add_rms_norm(x, residual, weight, eps, plus_one=plus_one)
+        return norm(x, residual, weight, eps, plus_one)
+
+    def prepare_heads(
+        self, rows: HeadRows, cos: torch.Tensor, sin: torch.Tensor, cache: CacheView, slots: torch.Tensor
+    ) -> bool:
+        return self._heads.prepare(rows, cos, sin, cache, slots)
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, in_pairs: bool = False) -> None:
+        if not self._heads.rotate(x, cos, sin, in_pairs):
+            super().rotate(x, cos, sin, in_pairs=in_pairs)
+
     def store_kv(self, key: torch.Tensor, value: torch.Tensor | None, cache: CacheView, slots: torch.Tensor) -> None:
+        if self._heads.store(key, value, cache, slots):
+            return
         keys, values = keys_and_values(cache)
         # Rows without a slot are written to the null block, which no query attends to. To leave them out, their number
         # would have to be read from the GPU.
@@ -93,57 +189,6 @@ class CudaOperations(TorchOperations):
         if value is not None:
             values[blocks, :, offsets] = value
 
-    def numerics(self) -> str:
-        ways = "+".join(sorted(self.ways))
-        norms = "torch" if self._norm is None else "triton"
-        return f"{self.product_numerics()}-{ways}-norms-{norms}"
-
-    def product_numerics(self) -> str:
-        return f"torch-4-{self.device_name.replace(' ', '-')}-rows-{self.rows_per_call}"
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
-        norm = self._norm_for(x)
-        if norm is None:
-            return super().rms_norm(x, weight, eps, plus_one=plus_one)
-        return norm(x, None, weight, eps, plus_one)[1]
-
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        norm = self._norm_for(x)
-        if norm is None:
-            return super().add_rms_norm(x, residual, weight, eps, plus_one=plus_one)
-        return norm(x, residual, weight, eps, plus_one)
-
-    def _norm_for(self, x: torch.Tensor) -> Norm | None:
-        """The kernel for norms of this dtype and width; None if torch computes them."""
-        tried = (x.dtype, x.shape[-1])
-        if self._norm is not None and tried not in self._tried_norms:
-            self._tried_norms.add(tried)
-            if reason := self._why_no_norm(self._norm, *tried):
-                _log.warning("torch computes norms, whose bits depend on the number of rows: %s", reason)
-                self._norm = None
-        return self._norm
-
-    def _why_no_norm(self, norm: Norm, dtype: torch.dtype, width: int) -> str:
-        """Why a kernel can't compute norms here; empty if it can."""
-        generator = torch.Generator().manual_seed(0)
-        x, residual = torch.randn(2, _SAMPLE_NORMS, width, generator=generator).to(self._device, dtype)
-        weight, eps = torch.ones(width, dtype=dtype, device=self._device), 1e-6
-        try:
-            together = norm(x, residual, weight, eps, False)
-            alone = norm(x[-1:], residual[-1:], weight, eps, False)
-        except Exception as error:  # of Triton's compiler or of the driver
-            return f"Triton's kernel fails with {type(error).__name__} ({(str(error).splitlines() or [''])[0]:.200})"
-        expected = super().add_rms_norm(x, residual, weight, eps)
-        tolerance = _TOLERANCE[dtype]
-        for normed, wanted, lone in zip(together, expected, alone, strict=True):
-            if not torch.allclose(normed.float(), wanted.float(), atol=tolerance, rtol=tolerance):
-                return "the result of Triton's kernel differs from torch's"
-            if not torch.equal(normed[-1:], lone):
-                return "Triton's kernel gives a row other bits alone than in a batch"
-        return ""
-
     def _float32_product(self, rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         # On a GPU torch returns the float32 sums of narrower operands, which need not be widened.
         if rows.device.type == "cuda":
@@ -152,7 +197,3 @@ class CudaOperations(TorchOperations):
 
     def paged_attention(self, call: AttentionCall) -> torch.Tensor:
         return self._attention.attend(call)
-
-
-_SAMPLE_NORMS = 19
-"""The rows of which a sample of norms is computed."""

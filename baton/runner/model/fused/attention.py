@@ -17,6 +17,7 @@ from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.cpu.kernels.rows import GateFunction
+from baton.runner.backends.head_rows import HeadRows
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import Weight, rows_in
 from baton.runner.model.attention import (
@@ -29,7 +30,7 @@ from baton.runner.model.attention import (
 )
 from baton.runner.model.fused.low_rank import Term, TermedProducts
 from baton.runner.model.fused.rotation import Angles, Rotation, cos_and_sin
-from baton.runner.model.fused.rows import AnyNorm, FusedLayerNorm
+from baton.runner.model.fused.rows import AnyNorm, FusedLayerNorm, FusedNorm
 from baton.runner.model.stored.layers import weight_of
 
 GATE_ACTIVATIONS: Sequence[GateFunction] = get_args(GateFunction)
@@ -194,6 +195,7 @@ class FusedAttention(CalledAsAttention):
             rows = [range(own.start * of_head, own.stop * of_head)]
             packed = operations.pack_own(*rows_in([weight], rows))
             self._gates = AdaptableProduct(operations, packed, weight.shape[1], [(name, weight.shape[0])])
+        self._is_common = self._are_heads_common()
         self._out = AdaptableProduct.of_layer(operations, given.out[0], weight_of(given.out[1]))
         self._out_bias = None if given.out[1].bias is None else given.out[1].bias.detach().clone()
 
@@ -247,30 +249,15 @@ class FusedAttention(CalledAsAttention):
         value = key if self._keys_are_values else qkv[:, values:].view(count, -1, self._value_dim)
         if self._gates is not None:
             gates = self._gates.linear(x)
-        query_norm, key_norm, value_norm, attended_norm = self._norms
-        (query_cos, cos), (query_sin, sin) = self._angles_of_both(cos), self._angles_of_both(sin)
-        if value_norm is not None:
-            value = self._normed(value, value_norm, self.own_heads.kv)
-        if self.rotation.value_factor != 1.0:
-            value = value * self.rotation.value_factor
-        if self._rotates_first and (self._has_gates_in_queries or query_cos is not cos):
-            self._rotate(query, query_cos, query_sin)
-            self._rotate(key, cos, sin)
-        elif self._rotates_first:
-            self._rotate(qkv[:, :values].view(count, -1, dim), cos, sin)
-        if query_norm is not None and key_norm is not None:
-            query = self._normed(query, query_norm, self.own_heads.queries)
-            key = self._normed(key, key_norm, self.own_heads.kv)
-        if not self._rotates_first:
-            self._rotate(query, query_cos, query_sin)
-            self._rotate(key, cos, sin)
-        if self._shared_as is not None:
-            self._shared = key, value
+        attended_norm = self._norms.attended
+        is_prepared = self._prepare_at_once(qkv, value, cos, sin)
+        if not is_prepared:
+            query, key, value = self._prepared(qkv, query, key, value, cos, sin)
         if sample_rows is not None:
             query, gates = query[sample_rows], gates[sample_rows]
             self._qkv.keep(sample_rows)
         attended = self.baton_attend.attend(
-            self.layer_idx, query, key, value, self._how, sampling=sample_rows is not None
+            self.layer_idx, query, key, value, self._how, sampling=sample_rows is not None, stores=not is_prepared
         )
         if attended.shape[0] == 0:
             return x[:0]
@@ -281,6 +268,64 @@ class FusedAttention(CalledAsAttention):
         if attended_norm is not None:
             every = attended_norm.rows(every)
         return self._out.linear(every, self._out_bias)
+
+    def _prepare_at_once(self, qkv: torch.Tensor, value: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+        """Do what `_prepared` does, and store keys and values; False, and nothing is done, if operations can't."""
+        paged = self.baton_attend
+        if not self._is_common or not isinstance(paged, PagedAttention):
+            return False
+        norms = None
+        if isinstance(self._norms.query, FusedNorm) and isinstance(self._norms.key, FusedNorm):
+            norms = self._norms.query.of_head(qkv.dtype), self._norms.key.of_head(qkv.dtype)
+        if not self.rotation.takes_angles:
+            cos = sin = cos[:, :0]
+        x = qkv[:, : self._ends[2]].view(qkv.shape[0], -1, self._head_dim)
+        rows = HeadRows(x, value, self._heads, norms, self.rotation.kind == "pairs")
+        return paged.prepare_heads(self.layer_idx, rows, cos, sin)
+
+    def _are_heads_common(self) -> bool:
+        """Whether queries and keys are as `HeadRows` describes, and nobody else needs keys and values."""
+        query, key, value, _ = self._norms
+        rotation = self.rotation
+        if value is not None or rotation.value_factor != 1.0 or rotation.query_scale is not None:
+            return False
+        if self._keys_are_values or self._has_gates_in_queries or self._shared_as is not None:
+            return False
+        if query is None and key is None:
+            return True
+        own = [norm for norm in (query, key) if isinstance(norm, FusedNorm) and norm.width == self._head_dim]
+        return len(own) == 2 and not rotation.norms_last and own[0].plus_one == own[1].plus_one
+
+    def _prepared(
+        self,
+        qkv: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values as attention takes them, from parts of qkv, which may be changed in place."""
+        query_norm, key_norm, value_norm, _ = self._norms
+        (query_cos, cos), (query_sin, sin) = self._angles_of_both(cos), self._angles_of_both(sin)
+        if value_norm is not None:
+            value = self._normed(value, value_norm, self.own_heads.kv)
+        if self.rotation.value_factor != 1.0:
+            value = value * self.rotation.value_factor
+        if self._rotates_first and (self._has_gates_in_queries or query_cos is not cos):
+            self._rotate(query, query_cos, query_sin)
+            self._rotate(key, cos, sin)
+        elif self._rotates_first:
+            self._rotate(qkv[:, : self._ends[2]].view(qkv.shape[0], -1, self._head_dim), cos, sin)
+        if query_norm is not None and key_norm is not None:
+            query = self._normed(query, query_norm, self.own_heads.queries)
+            key = self._normed(key, key_norm, self.own_heads.kv)
+        if not self._rotates_first:
+            self._rotate(query, query_cos, query_sin)
+            self._rotate(key, cos, sin)
+        if self._shared_as is not None:
+            self._shared = key, value
+        return query, key, value
 
     @property
     def shared(self) -> tuple[torch.Tensor, torch.Tensor]:

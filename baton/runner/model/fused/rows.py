@@ -18,6 +18,7 @@ from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.cpu.kernels.rows import RowActivation, Xielu
+from baton.runner.backends.head_rows import HeadNorm
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import Weight
 from baton.runner.model.stored.layers import weight_of
@@ -47,6 +48,10 @@ class FusedNorm(nn.Module):
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of x [..., N], which may be wider than the weight: the residual of mamba2 is float32."""
         return self._compute(x, self._weight_in(x.dtype), self.eps, plus_one=self.plus_one)
+
+    def of_head(self, dtype: torch.dtype) -> HeadNorm:
+        """The norm as `Operations.prepare_heads` takes it, for rows in `dtype`."""
+        return HeadNorm(self._weight_in(dtype), self.eps, self.plus_one)
 
     def _weight_in(self, dtype: torch.dtype) -> torch.Tensor:
         return self.rms_weight if dtype == self.rms_weight.dtype else self.rms_weight.to(dtype)

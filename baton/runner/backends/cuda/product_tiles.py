@@ -1,0 +1,64 @@
+"""Which tiles a GPU computes a product in; they decide how fast it is, and no bit of it (triton_product.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    """How a product is divided: a program computes `rows` of x times `columns` of weights, `step` of k at a time."""
+
+    rows: int
+    columns: int
+    """Rows of weights; a gated product has half as many of gate and of up each."""
+    step: int
+    warps: int = 4
+    stages: int = 4
+    """How many steps are loaded ahead, which is what shared memory is needed for."""
+
+
+TILES = (
+    Tile(16, 16, 256),
+    Tile(16, 32, 256),
+    Tile(16, 64, 128),
+    Tile(64, 16, 128),
+    Tile(64, 32, 128),
+    Tile(64, 64, 128, stages=3),
+    Tile(64, 128, 64),
+    Tile(128, 128, 64, warps=8),
+    Tile(128, 256, 64, warps=8, stages=3),
+)
+"""Of rows in 16 bits. Tiles of 16 rows are multiplied by mma.sync, the others on Hopper by wgmma. The longer the step,
+the more of a weight is on its way at the same time, which is what few rows wait for."""
+WIDE_TILES = (Tile(16, 32, 32, stages=2), Tile(64, 64, 32, stages=2))
+"""Of rows in float32, which no tensor core multiplies without rounding them."""
+FEWEST_GATED_COLUMNS = 32
+"""A dot has at least 16 columns."""
+MULTIPROCESSORS = 132
+"""Of an H100 and an H200. It is a constant, so that the choice is the same wherever it is looked at."""
+_PRODUCTS_PER_CYCLE = 2048
+"""What a multiprocessor of an H100 multiplies and adds in 16 bits."""
+_NUMBERS_PER_CYCLE = 20
+"""How many numbers of 16 bits a multiprocessor loads, from memory and the second cache together."""
+
+
+def tiles_of(*, wide: bool, gated: bool) -> Sequence[Tile]:
+    """The tiles in which a product may be computed; `wide`: of float32 rows."""
+    return [tile for tile in (WIDE_TILES if wide else TILES) if not gated or tile.columns >= FEWEST_GATED_COLUMNS]
+
+
+def fastest_tile(tiles: Sequence[Tile], rows: int, columns: int) -> Tile:
+    """The tile that takes the least time by arithmetic for x [rows, K] and weights [columns, K], gate and up counted.
+
+    Programs run in waves of one a multiprocessor, each as long as its loads or its multiplications take (Williams et
+    al., "Roofline", doi:10.1145/1498765.1498785).
+    """
+
+    def cycles(tile: Tile) -> float:
+        programs = -(-rows // tile.rows) * -(-columns // tile.columns)
+        loads = (tile.rows + tile.columns) / _NUMBERS_PER_CYCLE
+        products = tile.rows * tile.columns / _PRODUCTS_PER_CYCLE
+        return -(-programs // MULTIPROCESSORS) * max(loads, products)
+
+    return min(tiles, key=cycles)

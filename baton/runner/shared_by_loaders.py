@@ -13,6 +13,7 @@ from baton.errors import ConfigError
 from baton.model_formats.files import read_object
 from baton.model_formats.model_types import what_instead
 from baton.runner.backends.cpu.kernels import KernelArgumentError
+from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
@@ -92,7 +93,7 @@ def numerics_of(treatment: str, operations: Operations, layout: KVLayout) -> str
 
     `treatment`: what was made of the weights (`ModelWeights`). Operations may name more once a step was computed.
     """
-    numerics = _numerics(operations.numerics(), treatment)
+    numerics = f"{operations.numerics()}/{_what_all_models_share(operations, treatment)}"
     if layout.has_scales:
         # A stream must not move between decode nodes whose caches round differently.
         numerics += f"/kv-{layout.dtype}"
@@ -108,12 +109,15 @@ def row_numerics_of(treatment: str, operations: Operations) -> str:
     It has nothing of the decoder's, so that an encoder that was loaded alone has the same.
     """
     of_products = operations.product_numerics() if isinstance(operations, TorchOperations) else operations.numerics()
-    return _numerics(of_products, treatment)
+    return f"{of_products}/{_what_all_models_share(operations, treatment)}"
 
 
-def _numerics(of_operations: str, treatment: str) -> str:
-    numerics = f"{of_operations}/torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}/parts-{_PARTS}"
-    return f"{numerics}/{treatment}" if treatment else numerics
+def _what_all_models_share(operations: Operations, treatment: str) -> str:
+    by_torch = f"torch-{torch.__version__}"
+    if not isinstance(operations, CudaOperations):
+        # Of a model on a GPU the host's processor computes nothing.
+        by_torch += f"-{torch.backends.cpu.get_cpu_capability()}"
+    return f"{by_torch}/parts-{_PARTS}" + (f"/{treatment}" if treatment else "")
 
 
 def model_info(

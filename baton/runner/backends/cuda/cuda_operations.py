@@ -18,6 +18,7 @@ from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cuda.attention_choice import AttentionChoice
 from baton.runner.backends.cuda.graph_recording import Record
 from baton.runner.backends.cuda.kernels import Kernels
+from baton.runner.backends.cuda.numerics import Gpu, gpu_numerics
 from baton.runner.backends.cuda.product_tiles import Tile
 from baton.runner.backends.cuda.products import ProductsFail, TiledProducts
 from baton.runner.backends.cuda.row_kernels import HeadChoice, NormChoice
@@ -82,18 +83,20 @@ class CudaOperations(TorchOperations):
         return self._attention.attends_together
 
     def numerics(self) -> str:
-        ways = "+".join(sorted(self.ways))
-        rows = "+".join(
-            f"{name}-{'torch' if choice.is_by_torch else 'triton'}"
-            for name, choice in (("norms", self._norms), ("heads", self._heads))
-        )
-        return f"{self.product_numerics()}-{ways}-{rows}"
+        ways = {
+            **self._product_ways,
+            "attention": self.ways,
+            "norms": {"torch" if self._norms.is_by_torch else "triton"},
+            "heads": {"torch" if self._heads.is_by_torch else "triton"},
+        }
+        return gpu_numerics(Gpu.of(self._device), ways, self.rows_per_call)
 
     def product_numerics(self) -> str:
-        by = "torch" if self._products is None else "triton"
-        return f"{by}-4-{self.device_name.replace(' ', '-')}" + (
-            f"-rows-{self.rows_per_call}" if self._products is None else ""
-        )
+        return gpu_numerics(Gpu.of(self._device), self._product_ways, self.rows_per_call)
+
+    @property
+    def _product_ways(self) -> dict[str, set[str]]:
+        return {"products": {"cublas" if self._products is None else "triton"}}
 
     def linear(
         self,

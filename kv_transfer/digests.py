@@ -18,18 +18,15 @@ from baton.engine.kv_cache.block_hash import group_key
 from baton.engine.request import Request
 from baton.engine.runner import KVLayout
 from baton.messages.kv_cache import NULL_BLOCK
-from baton.runner.blocks.block_digests import BlockDigests
+from baton.runner.blocks.digest_definition import BlockDigests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
 from kv_transfer.link.link_messages import SAMPLE_EVERY
 
 Item = TypeVar("Item")
 
 
-def digest_every(setting: KVDigests, memory_kind: str) -> int:
-    """One block in how many has a digest; 0: none has. `auto` means every block in host memory, and a sample of those
-    on a device, from where blocks must be copied for it."""
-    if setting == "auto":
-        setting = "on" if memory_kind == "DRAM" else "sampled"
+def digest_every(setting: KVDigests) -> int:
+    """One block in how many has a digest; 0: none has."""
     return {"on": 1, "sampled": SAMPLE_EVERY, "off": 0}[setting]
 
 

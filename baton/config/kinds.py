@@ -120,7 +120,7 @@ Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 OnOff = Literal["on", "off"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
-KVDigests = Literal["auto", "on", "sampled", "off"]
+KVDigests = Literal["on", "sampled", "off"]
 
 
 class Internal:

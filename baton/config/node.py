@@ -113,9 +113,9 @@ class NodeSettings(ClusterSettings):
         "prompt_lookup_max, quantization (of the smaller model: int8 or int4). Empty: no drafts.",
     )
     kv_digests: KVDigests = Field(
-        "auto",
+        "on",
         description="Compare received KV with what the prefill node computed, by XXH3 of all blocks (on) or of one "
-        "block in 16 (sampled). auto: on for KV in host memory, sampled on a device.",
+        "block in 16 (sampled). The digests of KV on a GPU are computed there.",
     )
     on_transfer_failure: Literal["reroute", "recompute", "fail"] = Field(
         "reroute",

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import ParamSpec, TypeVar
 
 from baton.background import BackgroundWatch
-from baton.runner.blocks.block_digests import BlockDigests
+from baton.runner.blocks.digest_definition import BlockDigests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
 from kv_transfer.mover.part_mover import BlocksDigested, DigestEvent, DigestsFailed
 

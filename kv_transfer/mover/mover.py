@@ -32,7 +32,7 @@ from concurrent.futures import Executor
 from baton.background import current_watch
 from baton.clock import Clock
 from baton.errors import EngineFault, TransferCause, TransferFailed
-from baton.runner.blocks.block_digests import BlockDigests
+from baton.runner.blocks.digest_definition import BlockDigests
 from kv_transfer.backends.base import PeerMemory, TransferBackend
 from kv_transfer.mover.agent_reads import STALL_S, AgentReads
 from kv_transfer.mover.digest_thread import DigestQueue

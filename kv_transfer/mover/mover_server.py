@@ -18,7 +18,8 @@ from baton.background import BackgroundWatch, current_watch
 from baton.clock import Clock, SystemClock
 from baton.engine.runner import KVMemory
 from baton.errors import BackgroundFault
-from baton.runner.blocks.block_digests import BlockDigests, block_digests
+from baton.runner.blocks.block_digests import block_digests
+from baton.runner.blocks.digest_definition import BlockDigests
 from baton.runner.blocks.sub_blocks import Division
 from kv_transfer.backends.base import PeerMemory, TransferBackend
 from kv_transfer.backends.nixl import NixlBackend

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from baton.engine.runner import KVLayout
 from baton.errors import TransferCause, TransferFailed
 from baton.machine import Machine
-from baton.runner.blocks.block_digests import DIGEST_MODULUS
+from baton.runner.blocks.digest_definition import DIGEST_MODULUS
 from kv_transfer.backends.base import PeerGone
 from kv_transfer.layout import PeerNode
 from kv_transfer.mover.merge_values import (

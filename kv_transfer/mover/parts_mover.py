@@ -19,7 +19,8 @@ from baton.background import current_watch
 from baton.clock import Clock
 from baton.engine.runner import KVLayout, ModelRunner, RemotePart
 from baton.errors import ConfigError
-from baton.runner.blocks.block_digests import BlockDigests, block_digests
+from baton.runner.blocks.block_digests import block_digests
+from baton.runner.blocks.digest_definition import BlockDigests
 from kv_transfer.layout import PeerNode, part_name, parts_problem
 from kv_transfer.mover.agent_reads import STALL_S
 from kv_transfer.mover.merge_values import (

@@ -30,7 +30,7 @@ from baton.background import current_watch
 from baton.clock import Clock
 from baton.engine.runner import KVLayout, KVMemory
 from baton.errors import BatonError, ConfigError, EngineFault, TransferCause, TransferFailed
-from baton.runner.blocks.block_digests import DIGEST_MODULUS, BlockDigests
+from baton.runner.blocks.digest_definition import DIGEST_MODULUS, BlockDigests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
 from kv_transfer.backends.base import PeerMemory
 from kv_transfer.digests import AskedDigests

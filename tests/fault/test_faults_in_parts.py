@@ -14,7 +14,8 @@ from functools import partial
 
 from baton.engine.runner import KVMemory
 from baton.messages.node import Role
-from baton.runner.blocks.block_digests import DIGEST_MODULUS, BlockDigests, block_digests
+from baton.runner.blocks.block_digests import block_digests
+from baton.runner.blocks.digest_definition import DIGEST_MODULUS, BlockDigests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
 from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import OwnPart, PartsMover

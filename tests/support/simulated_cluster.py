@@ -43,7 +43,8 @@ from baton.node.serve import Outbox
 from baton.node.service import NodeService
 from baton.registry import NodeRecord
 from baton.runner import SimulatedSpec
-from baton.runner.blocks.block_digests import BlockDigests, block_digests
+from baton.runner.blocks.block_digests import block_digests
+from baton.runner.blocks.digest_definition import BlockDigests
 from baton.runner.simulated import SimulatedRunner
 from baton.wire.liveness import PeerAccess, PortState
 from decode_node.senders import KnownSenders, own_kv_format

@@ -58,7 +58,7 @@ class KvRole:
         layout = LayoutFingerprint.of(runner.model, runner.layout, NixlBackend.name)
         identity = LinkIdentity(config.cluster, config.node_id, context.incarnation, layout, context.address, protocol)
         self._identity = identity
-        every = digest_every(config.kv_digests, runner.memory.kind)
+        every = digest_every(config.kv_digests)
         # Probes need digests, whatever is wanted for prompts.
         digests = block_digests(runner.memory)
 

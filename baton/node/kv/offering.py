@@ -31,7 +31,7 @@ from baton.messages.kv_cache import NULL_BLOCK
 from baton.messages.node import StageTimings
 from baton.messages.node_report import KV_PROBE_FAILED, FailedProbe, HandoffReport, RefusedLink
 from baton.observe.log_limit import LimitedLog
-from baton.runner.blocks.block_digests import BlockDigests
+from baton.runner.blocks.digest_definition import BlockDigests
 from baton.wire.liveness import IsRunning, has_ended, is_running, nobody_listens
 from kv_transfer.digests import BlockName, OfferedDigests
 from kv_transfer.effects import Recorded, Released

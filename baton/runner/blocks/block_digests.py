@@ -1,12 +1,4 @@
-"""Digests of KV blocks and of sub-blocks: the sum over their layers of 64-bit XXH3 of a layer's bytes.
-
-Each layer counts `2 * index + 1` times, modulo 2**64, by its index in the whole model: layers that were exchanged give
-another sum. So digests of layers that lie in several memories add up to the digest of all of them. The digest of a
-sub-block is that of a whole block with these bytes, on a node whose blocks have so few tokens. Bytes that a group with
-few layers leaves unused are in no digest.
-
-Digests detect accidents (a torn read, an overwritten block, a fault of memory or transport), not attacks.
-"""
+"""Computes digests of KV blocks: by the C kernels, by the xxhash package, or on the GPU that has the blocks."""
 
 from __future__ import annotations
 
@@ -16,69 +8,37 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from baton.engine.runner import KVMemory
 from baton.runner.backends.cpu.kernel_file import KernelsUnavailable, open_kernels
-from baton.runner.blocks.sub_blocks import WHOLE, Division, SubBlockRows, sub_block_rows
-
-
-class BlockDigests(Protocol):
-    """Computes digests. May be called from any thread."""
-
-    def __call__(self, ids: Sequence[int], division: Division = WHOLE, /) -> Sequence[int]:
-        """The digests of these sub-blocks, or whole blocks, each 0 to 2**64 - 1; 0 where none of the layers is here.
-
-        A block of a memory whose layout is not known is digested as one layer with index 0. Raises ValueError for
-        sub-blocks of such a memory, and for blocks that can't be divided so.
-        """
-        ...
-
+from baton.runner.blocks.digest_definition import BlockDigests, digest_of, digested_rows, layer_weight
+from baton.runner.blocks.sub_blocks import WHOLE, Division, SubBlockRows
 
 _log = logging.getLogger(__name__)
 
-DIGEST_MODULUS = 1 << 64
 _COPIED_AT_ONCE = 16
 _SHORT = 240
 """Up to this size XXH3 uses other algorithms, which the kernels do not implement."""
 
 
 def block_digests(memory: KVMemory) -> BlockDigests:
-    """The digest function for a runner's blocks. Blocks on a device are copied to the host, a few at a time."""
+    """The digest function for a runner's blocks. Those of blocks on a GPU are computed there; where it can't do so, the
+    blocks are copied to the host, a few at a time."""
     if memory.kind != "DRAM":
         from baton.runner.blocks.device_blocks import copied_to_host
+        from baton.runner.blocks.device_digests import device_digests
 
-        return _of_copies(copied_to_host(memory))
+        return device_digests(memory, _of_copies(copied_to_host(memory)))
     try:
         return _by_kernels(memory)
     except KernelsUnavailable as reason:
         # The node has said already that it has no kernels, and what to do.
         _log.debug("digests of KV blocks keep the interpreter to themselves (the xxhash package): %s", reason)
     return _by_library(memory)
-
-
-def digest_of(block: memoryview | bytes, rows: SubBlockRows, index: int = 0) -> int:
-    """The digest of a block's sub-block `index`, which has these rows, by the xxhash package."""
-    gathered = zip(rows.layers, rows.gather(block, index), strict=True)
-    return sum(_weight(layer) * xxhash.xxh3_64_intdigest(content) for layer, content in gathered) % DIGEST_MODULUS
-
-
-def digested_rows(memory: KVMemory, division: Division) -> SubBlockRows:
-    """The rows whose layers have digests, for a division of a memory's blocks. Raises ValueError as a digest does."""
-    if memory.layout is None:
-        if division.parts > 1:
-            raise ValueError("the layout of this memory is not known, so its blocks have no parts")
-        return SubBlockRows.of_bytes(memory.block_bytes)
-    rows = sub_block_rows(memory.layout, division, memory.layers)
-    return rows.of_whole_layers() if division.parts == 1 else rows
-
-
-def _weight(layer: int) -> int:
-    return 2 * layer + 1
 
 
 def _by_kernels(memory: KVMemory) -> BlockDigests:
@@ -120,7 +80,7 @@ class _DigestedLayers:
 
     @classmethod
     def of(cls, rows: SubBlockRows, parts: int) -> _DigestedLayers:
-        weights = np.array([_weight(layer) for layer in rows.layers], np.uint64)
+        weights = np.array([layer_weight(layer) for layer in rows.layers], np.uint64)
         arrays = (rows.starts, rows.lengths, rows.ends, weights)
         arguments = (*map(_address, arrays), ctypes.c_size_t(len(rows.layers)))
         are_short = not rows.layers or int(rows.layer_bytes.min()) <= _SHORT

@@ -16,7 +16,7 @@ def copied_to_host(memory: KVMemory) -> Callable[[Sequence[int]], KVMemory]:
     The function may be called from any thread. Its copies use a CUDA stream of their own, so they don't wait for the
     step that is being computed.
     """
-    rows = _rows(memory)
+    rows = rows_of(memory)
     stream = torch.cuda.Stream(rows.device) if rows.is_cuda else None  # type: ignore[no-untyped-call]
 
     def copied(block_ids: Sequence[int]) -> KVMemory:
@@ -33,7 +33,7 @@ def write_from_host(memory: KVMemory) -> Callable[[int, bytes], None]:
 
     The function may be called from any thread. Nothing may read or write the block meanwhile.
     """
-    rows = _rows(memory)
+    rows = rows_of(memory)
     stream = torch.cuda.Stream(rows.device) if rows.is_cuda else None  # type: ignore[no-untyped-call]
 
     def write(block: int, content: bytes) -> None:
@@ -45,7 +45,7 @@ def write_from_host(memory: KVMemory) -> Callable[[int, bytes], None]:
     return write
 
 
-def _rows(memory: KVMemory) -> torch.Tensor:
+def rows_of(memory: KVMemory) -> torch.Tensor:
     """The bytes of all blocks: [num_all_blocks, block_bytes]."""
     owner: torch.Tensor = memory.owner
     return owner.view(-1).view(torch.uint8)[: memory.num_bytes].view(memory.num_all_blocks, memory.block_bytes)

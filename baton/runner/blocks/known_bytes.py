@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from baton.engine.runner import KVMemory
-from baton.runner.blocks.block_digests import digest_of, digested_rows
+from baton.runner.blocks.digest_definition import digest_of, digested_rows
 from baton.runner.blocks.sub_blocks import Division
 
 

@@ -1,4 +1,4 @@
-"""What the host does for a GPU today: sampling from logits that were moved to it, and digests of blocks in VRAM."""
+"""What the host does for a GPU today, sampling from logits that were moved to it; and digests of blocks in VRAM."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _logits(context: StageContext, rows: int, vocab: int, *, peaked: bool) -> to
 
 
 def measure_digests(context: StageContext) -> None:
-    """Report bytes a second of digests of blocks in VRAM, which are copied to the host a few at a time."""
+    """Report bytes a second of digests of blocks in VRAM: by the kernel on a GPU, by copies elsewhere."""
     shape, num_blocks = (TINY, 8) if context.tiny else (LLAMA_1B, 1024)
     device = device_of(context)
     dtype = DTYPES[device.type]

@@ -1,6 +1,6 @@
 """Whether bits depend on what they must not: the tiles of a product, the rows of a batch, the places of blocks.
 
-Attention and norms are Baton's kernels. Products, leaves of logits and digests are probes of planned ones.
+Attention, norms and digests are Baton's kernels. Products and leaves of logits are probes of planned ones.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import xxhash
 
+from baton.engine.runner import KVLayout, KVMemory
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cuda.triton_attention import triton_attention
 from baton.runner.backends.cuda.triton_norm import triton_norm
 from baton.runner.backends.paged_cache import CacheView
-from gpu.probes.digest import constants, digests
+from baton.runner.blocks.device_digests import DeviceDigests
+from baton.runner.blocks.digest_definition import digest_of, digested_rows
+from baton.runner.blocks.sub_blocks import WHOLE, Division
 from gpu.probes.leaves import LEAF, Leaves, greedy, leaves
 from gpu.probes.product import SMALL_TILES, TILES, Tile, product
 from gpu.stage import StageContext
@@ -220,17 +222,22 @@ def _equal(some: Leaves, whole: Leaves, first: int, columns: slice) -> bool:
 
 
 def check_digests(context: StageContext) -> None:
-    """Digests on the device are those of the package xxhash."""
-    given = constants(torch.device(context.device))
-    for length, count in ((248, 3), (1032, 5)) if context.tiny else ((248, 33), (1032, 65), (4096, 128), (65536, 512)):
-        numbers = torch.randint(0, 256, (count * length + 24,), generator=torch.Generator().manual_seed(9))
-        content = numbers.to(torch.uint8)
-        starts = torch.arange(count, dtype=torch.int64) * (length // 8) + 3
-        memory = content.view(torch.int64).view(torch.uint64).to(context.device)
-        computed = digests(memory, starts.to(context.device), length, given).tolist()
-        host = content.numpy().tobytes()
-        wanted = [xxhash.xxh3_64_intdigest(host[8 * start : 8 * start + length]) for start in starts.tolist()]
-        context.check("digests", computed == wanted, length=length, pieces=count)
+    """Digests of blocks on the device are those of the host, of whole blocks and of their parts."""
+    for heads, count in ((1, 3),) if context.tiny else ((1, 33), (8, 512)):
+        layout = KVLayout.uniform(4, num_layers=3, num_kv_heads=heads, head_dim=64, dtype="bfloat16")
+        size = layout.block_bytes
+        numbers = torch.randint(0, 256, (count * size,), generator=torch.Generator().manual_seed(9))
+        owner = numbers.to(torch.uint8).to(context.device)
+        memory = KVMemory(owner.data_ptr(), count, size, "VRAM", owner.device.index or 0, owner, layout=layout)
+        digests, host = DeviceDigests(memory, _no_copies), numbers.to(torch.uint8).numpy().tobytes()
+        for division in (WHOLE, Division(2)):
+            parts, rows, ids = division.parts, digested_rows(memory, division), range(count * division.parts)
+            wanted = [digest_of(host[i // parts * size :][:size], rows, i % parts) for i in ids]
+            context.check("digests", digests(ids, division) == wanted, block_bytes=size, parts=parts, pieces=len(ids))
+
+
+def _no_copies(ids: Sequence[int], division: Division = WHOLE, /) -> Sequence[int]:
+    raise AssertionError("the kernel takes blocks of this shape")
 
 
 def _random(context: StageContext, seed: int, rows: int, width: int, whole: bool | None = None) -> torch.Tensor:

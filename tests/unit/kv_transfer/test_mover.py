@@ -20,7 +20,8 @@ import xxhash
 from baton.clock import Clock, SystemClock
 from baton.engine.runner import KVMemory
 from baton.errors import BackgroundFault, ConfigError, EngineFault, TransferCause
-from baton.runner.blocks.block_digests import BlockDigests, block_digests
+from baton.runner.blocks.block_digests import block_digests
+from baton.runner.blocks.digest_definition import BlockDigests
 from baton.runner.blocks.known_bytes import FillBlock, known_bytes
 from baton.runner.blocks.sub_blocks import WHOLE, Division
 from kv_transfer.backends.base import BadRange, PeerGone, PeerMemory, ReadHandle, ReadState, ReadStuck

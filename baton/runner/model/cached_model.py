@@ -36,6 +36,7 @@ from baton.runner.backends.cuda.shared_splits import Int32Array
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.ranks.ranks import Ranks
 from baton.runner.backends.torch_operations import TorchOperations
+from baton.runner.blocks.gathered_host_blocks import GatheredHostBlocks
 from baton.runner.blocks.host_blocks import HostBlocks
 from baton.runner.execution.input_batch import FlatBatch
 from baton.runner.model.checkpoint import configs_of_layers
@@ -116,15 +117,16 @@ class CachedModel:
 
     def host_blocks(self, num_blocks: int) -> HostBlocks:
         """A host tier of `num_blocks` blocks; raises ConfigError when there is no memory for it."""
-        shape = (num_blocks, self.cache_layout.block_elements)
+        shape, on_gpu = (num_blocks, self.cache_layout.block_elements), self.device.type == "cuda"
         try:
-            blocks = torch.empty(shape, dtype=self.kv_cache.dtype, pin_memory=self.device.type == "cuda")
+            blocks = torch.empty(shape, dtype=self.kv_cache.dtype, pin_memory=on_gpu)
         except RuntimeError as error:
             size = num_blocks * self.cache_layout.block_bytes
             raise ConfigError(
                 f"this machine has no memory for a host tier of {size} bytes; make the host tier smaller"
             ) from error
-        return HostBlocks(self.kv_cache.view(self.num_blocks, -1), blocks)
+        make = GatheredHostBlocks if on_gpu else HostBlocks
+        return make(self.kv_cache.view(self.num_blocks, -1), blocks)
 
     def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)

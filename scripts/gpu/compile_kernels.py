@@ -1,8 +1,8 @@
-"""Compiles the GPU kernels for Hopper on a machine without a GPU: `python -m gpu.compile_kernels FILE`.
+"""Compiles the GPU kernels on a machine without a GPU, by the functions that start them on one: so exactly the variants
+that run there are compiled, and nothing is computed.
 
-The kernels are started as on a GPU, by the functions that start them there, so exactly the variants that run there are
-compiled; nothing is computed. Writes a JSON line for each kernel, and ends with 1 if one does not compile or computes
-its products with other instructions than it should.
+`python -m gpu.compile_kernels FILE` compiles for Hopper with whatever release of Triton there is, and writes a JSON line
+for each kernel. It ends with 1 if one does not compile or multiplies with other instructions than it should.
 """
 
 from __future__ import annotations
@@ -14,63 +14,65 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
-from baton.runner.backends.cuda.triton_attention import triton_attention
-from baton.runner.backends.cuda.triton_norm import triton_norm
-from baton.runner.backends.paged_cache import CacheView
-from gpu.probes.digest import constants, digests
-from gpu.probes.leaves import leaves
-from gpu.probes.product import TILES, product
+from gpu.kernel_cases import kernel_cases
 
-HOPPER = GPUTarget("cuda", 90, 32)
+HOPPER = 90
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _OPERATION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9_]*)", re.MULTILINE)
 _OF_INTEREST = ("HMMA", "HGMMA", "LDGSTS", "LDL", "STL", "BAR", "SHFL")
-Case = tuple[str, Callable[[], object], str | None]
-"""A name, what starts kernels, and the matrix instruction that they are to use, if that matters."""
 
 
-class _NoGpu:
-    """Stands for Triton's driver: it names a GPU for which to compile."""
+class KernelCompiler:
+    """Compiles in place of starting, in this whole process, which can start no kernel afterwards.
+
+    Also stands for Triton's driver: it names a GPU for which to compile.
+    """
+
+    def __init__(self) -> None:
+        self._capability = HOPPER
+        self._compiled: list[Any] = []
+        start, compiled = JITFunction.run, self._compiled
+
+        def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+            compiled.append(start(kernel, *args, grid=grid, warmup=True, **kwargs))
+
+        JITFunction.run = compile_only
+        triton.runtime.driver.set_active(self)
+
+    def compile(self, launch: Callable[[], object], capability: int = HOPPER) -> list[Any]:
+        """The kernels that a function starts, compiled for a compute capability (9.0 is 90)."""
+        self._capability = capability
+        self._compiled.clear()
+        launch()
+        return list(self._compiled)
 
     def get_current_target(self) -> GPUTarget:
-        return HOPPER
+        return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        # Triton keeps compiled kernels by device, so that each capability is a device of its own.
+        return self._capability
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
 def main() -> None:
-    compiled: list[Any] = []
-    start = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        compiled.append(start(self, *args, grid=grid, warmup=True, **kwargs))
-
-    JITFunction.run = compile_only
-    triton.runtime.driver.set_active(_NoGpu())
-    failed = False
+    compiler, failed = KernelCompiler(), False
     with Path(sys.argv[1]).open("w", encoding="utf-8") as file:
-        for name, launch, instruction in _cases():
-            compiled.clear()
+        for name, launch, instruction, _ in kernel_cases():
             started = time.monotonic()
             lines: list[dict[str, Any]] = []
             try:
-                launch()
-                lines = [_describe(kernel) for kernel in compiled]
+                lines = [{**describe(kernel), "operations": _operations(kernel)} for kernel in compiler.compile(launch)]
             except Exception as error:
                 lines = [{"error": f"{type(error).__name__}: {error}"}]
             for line in lines:
@@ -79,72 +81,33 @@ def main() -> None:
                 line = {"case": name, **line, "seconds": round(time.monotonic() - started, 1)}
                 file.write(json.dumps(line) + "\n")
                 print(f"{'FAILED ' if wrong else ''}{line}", flush=True)
-    print(f"{sys.argv[1]}: compiled with Triton {triton.__version__} for {HOPPER.arch}")
+    print(f"{sys.argv[1]}: compiled with Triton {triton.__version__} for {HOPPER}")
     sys.exit(1 if failed else 0)
 
 
-def _cases() -> Iterator[Case]:
-    for number, tile in enumerate(TILES):
-        x, weight = (torch.empty(rows, 2048, dtype=torch.bfloat16) for rows in (64, 512))
-        yield f"probe: product {tuple(tile)}", partial(product, x, weight, tile), "HGMMA" if number else "HMMA"
-    for dim in (64, 128):
-        plain = AttentionFeatures(dim**-0.5)
-        window_and_sinks = AttentionFeatures(dim**-0.5, window=100, sinks=torch.empty(32, dtype=torch.bfloat16))
-        for name, rows, sequences, how, sharing in (
-            ("prompt", 2048, 1, plain, None),
-            ("decode", 8, 8, plain, None),
-            ("window and sinks", 8, 8, window_and_sinks, None),
-            ("shared blocks", 8, 8, plain, torch.zeros(3, 8, dtype=torch.int32)),
-        ):
-            yield f"attention, {name}, heads of {dim}", partial(_attend, dim, rows, sequences, how, sharing), None
-    for width in (2048, 4096):
-        row = torch.empty(8, width, dtype=torch.bfloat16)
-        yield f"norm of {width}", partial(triton_norm, row, None, row[0], 1e-6, False), None
-        yield f"norm of {width} and sum", partial(triton_norm, row, row, row[0], 1e-6, False), None
-    yield "probe: leaves of logits", partial(leaves, torch.empty(2, 128256)), None
-    starts = torch.zeros(8, dtype=torch.int64)
-    memory, given = torch.zeros(8192, dtype=torch.uint64), constants(torch.device("cpu"))
-    yield "probe: digests", partial(digests, memory, starts, 4096, given), None
-
-
-def _attend(dim: int, rows: int, sequences: int, how: AttentionFeatures, sharing: torch.Tensor | None) -> object:
-    heads, kv_heads, block_size, blocks = 32, 8, 16, 128
-    half = kv_heads * block_size * dim
-    cache = CacheView(
-        torch.empty(blocks * 2 * half, dtype=torch.bfloat16), blocks, 2 * half, 0, half, kv_heads, block_size, dim, dim
-    )
-    call = AttentionCall(
-        torch.empty(rows, heads, dim, dtype=torch.bfloat16),
-        cache,
-        torch.zeros(sequences + 1, dtype=torch.int32),
-        torch.zeros(sequences, dtype=torch.int32),
-        torch.zeros(sequences, 128, dtype=torch.int32),
-        how,
-        sharing,
-    )
-    return triton_attention(call)
-
-
-def _describe(kernel: Any) -> dict[str, Any]:
-    """Registers, bytes of stack (what is spilled lies there), shared memory and instructions of a compiled kernel."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage = _run("cuobjdump", "-res-usage", file.name)
-        operations = Counter(_OPERATION.findall(_run("nvdisasm", "-c", file.name)))
-    registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0])
+def describe(kernel: Any) -> dict[str, Any]:
+    """Name, warps, registers, bytes of stack (what is spilled lies there) and shared memory of a compiled kernel."""
+    registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", _of_cubin(kernel, "cuobjdump", "-res-usage"))[0])
     return {
         "kernel": kernel.name,
         "warps": kernel.metadata.num_warps,
         "registers": registers,
         "stack_bytes": stack,
         "shared_bytes": kernel.metadata.shared,
-        "operations": {name: operations[name] for name in _OF_INTEREST if operations[name]},
     }
 
 
-def _run(tool: str, *arguments: str) -> str:
-    return subprocess.run([_TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
+def _operations(kernel: Any) -> dict[str, int]:
+    counts = Counter(_OPERATION.findall(_of_cubin(kernel, "nvdisasm", "-c")))
+    return {name: counts[name] for name in _OF_INTEREST if counts[name]}
+
+
+def _of_cubin(kernel: Any, tool: str, *arguments: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [str(_TOOLS / tool), *arguments, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":

@@ -13,16 +13,17 @@ import torch
 
 from baton.engine.runner import KVLayout, KVMemory
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
+from baton.runner.backends.cuda.product_tiles import TILES, Tile
 from baton.runner.backends.cuda.triton_attention import triton_attention
 from baton.runner.backends.cuda.triton_norm import triton_norm
+from baton.runner.backends.cuda.triton_product import triton_product
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.blocks.device_digests import DeviceDigests
 from baton.runner.blocks.digest_definition import digest_of, digested_rows
 from baton.runner.blocks.sub_blocks import WHOLE, Division
 from gpu.probes.leaves import LEAF, Leaves, greedy, leaves
-from gpu.probes.product import SMALL_TILES, TILES, Tile, product
 from gpu.stage import StageContext
-from tests.support.triton_interpreter import mend_interpreter
+from tests.support.triton_interpreter import SMALL_TILES, mend_interpreter
 
 SECONDS = 60
 NEEDS_KERNELS = False
@@ -94,6 +95,11 @@ def check_products(context: StageContext, shapes: Sequence[tuple[int, int]]) -> 
         context.check("product is right", error < SUM_ERROR + TERM_ERROR * width, **shape, error=error)
         if context.device == "cuda":
             _compare_cublas(context, x, weight, expected, shape)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """The float32 sums."""
+    return triton_product(x, weight, tile, out_dtype=torch.float32)
 
 
 def _rows_agree(x: torch.Tensor, weight: torch.Tensor, expected: torch.Tensor, tiles: Sequence[Tile]) -> bool:

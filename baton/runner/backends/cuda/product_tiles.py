@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -33,8 +34,12 @@ TILES = (
 the more of a weight is on its way at the same time, which is what few rows wait for."""
 WIDE_TILES = (Tile(16, 32, 32, stages=2), Tile(64, 64, 32, stages=2))
 """Of rows in float32, which no tensor core multiplies without rounding them."""
-FEWEST_GATED_COLUMNS = 32
+AMPERE, HOPPER = 80, 90
+"""Compute capabilities: of an A100 and of an H100."""
+_FEWEST_GATED_COLUMNS = 32
 """A dot has at least 16 columns."""
+_LARGEST_GATED_ON_AMPERE = 128 * 128
+"""Larger tiles of gate and up need more registers than mma.sync leaves."""
 MULTIPROCESSORS = 132
 """Of an H100 and an H200. It is a constant, so that the choice is the same wherever it is looked at."""
 _PRODUCTS_PER_CYCLE = 2048
@@ -43,9 +48,13 @@ _NUMBERS_PER_CYCLE = 20
 """How many numbers of 16 bits a multiprocessor loads, from memory and the second cache together."""
 
 
-def tiles_of(*, wide: bool, gated: bool) -> Sequence[Tile]:
-    """The tiles in which a product may be computed; `wide`: of float32 rows."""
-    return [tile for tile in (WIDE_TILES if wide else TILES) if not gated or tile.columns >= FEWEST_GATED_COLUMNS]
+def tiles_of(*, wide: bool, gated: bool, capability: int = HOPPER) -> Sequence[Tile]:
+    """The tiles in which a product may be computed; `wide`: of float32 rows. `capability`: of the GPU; 9.0 is 90."""
+    tiles = WIDE_TILES if wide else TILES
+    if not gated:
+        return tiles
+    largest = _LARGEST_GATED_ON_AMPERE if capability < HOPPER else sys.maxsize
+    return [tile for tile in tiles if tile.columns >= _FEWEST_GATED_COLUMNS and tile.rows * tile.columns <= largest]
 
 
 def fastest_tile(tiles: Sequence[Tile], rows: int, columns: int) -> Tile:

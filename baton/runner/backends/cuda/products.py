@@ -15,7 +15,7 @@ import torch
 
 from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cuda.kernels import Multiply, why_failed
-from baton.runner.backends.cuda.product_tiles import Tile, fastest_tile, tiles_of
+from baton.runner.backends.cuda.product_tiles import HOPPER, Tile, fastest_tile, tiles_of
 from baton.runner.backends.torch_operations import activate
 
 _log = logging.getLogger(__name__)
@@ -66,10 +66,17 @@ class TiledProducts:
         tile = fastest_tile(tiles, x.shape[0], weight.shape[0])
         return self._multiply(x, weight, tile, bias, out_dtype, activation)
 
+    def _all_tiles(self, kind: _Kind) -> Sequence[Tile]:
+        capability = HOPPER
+        if self._device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(self._device)
+            capability = 10 * major + minor
+        return tiles_of(wide=kind.dtype == torch.float32, gated=kind.activation is not None, capability=capability)
+
     def _try_out(self, kind: _Kind) -> Sequence[Tile]:
         """The tiles with the bits of the first one. Raises ProductsFail."""
         gated = kind.activation is not None
-        first, *others = self._given_tiles or tiles_of(wide=kind.dtype == torch.float32, gated=gated)
+        first, *others = self._given_tiles or self._all_tiles(kind)
         generator = torch.Generator().manual_seed(0)
 
         def random(*shape: int) -> torch.Tensor:

@@ -7,9 +7,6 @@ additions can change a digest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -65,13 +62,6 @@ def xxh3_of_layers(
             memory, block_words, blocks, starts, lengths, weights, constants, hashes, count, ROWS=_ROWS, num_warps=1
         )
     return hashes.sum(0)
-
-
-def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
-    """The kernel as it is started on a GPU, by name, with empty memory: to be compiled, not to be run."""
-    memory, numbers = torch.zeros(64, dtype=torch.uint64), torch.zeros(8, dtype=torch.int64)
-    constants = xxh3_constants(torch.device("cpu"))
-    yield "digests of blocks", partial(xxh3_of_layers, memory, 64, numbers, numbers, numbers, numbers, constants)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Compiles the GPU kernels on a machine without a GPU, by the functions that start them on one: so exactly the variants
 that run there are compiled, and nothing is computed.
 
-`python -m gpu.compile_kernels FILE` compiles for Hopper with whatever release of Triton there is, and writes a JSON line
-for each kernel. It ends with 1 if one does not compile or multiplies with other instructions than it should.
+`python -m gpu.compile_kernels FILE` compiles for Hopper with whatever release of Triton there is, and writes a JSON
+line for each kernel. It ends with 1 if one does not compile or multiplies with other instructions than it should.
 """
 
 from __future__ import annotations

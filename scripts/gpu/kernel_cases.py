@@ -12,14 +12,16 @@ from typing import NamedTuple
 import torch
 
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
-from baton.runner.backends.cuda.product_tiles import AMPERE, HOPPER, WIDE_TILES, tiles_of
+from baton.runner.backends.cuda.product_tiles import AMPERE, HOPPER, WIDE_TILES, of_experts, tiles_of
 from baton.runner.backends.cuda.triton_attention import triton_attention
 from baton.runner.backends.cuda.triton_digest import xxh3_constants, xxh3_of_layers
 from baton.runner.backends.cuda.triton_heads import triton_heads, triton_rotate, triton_store
+from baton.runner.backends.cuda.triton_mixture import triton_mixture, triton_sum
 from baton.runner.backends.cuda.triton_norm import triton_norm
 from baton.runner.backends.cuda.triton_product import triton_gate, triton_product
 from baton.runner.backends.head_rows import HeadNorm, HeadRows
 from baton.runner.backends.paged_cache import CacheView
+from baton.runner.backends.routing import SharedRows
 from gpu.probes.leaves import leaves
 
 
@@ -38,6 +40,7 @@ _BLOCK_SIZE, _BLOCKS = 16, 128
 
 def kernel_cases() -> Iterator[Case]:
     yield from _products()
+    yield from _mixtures()
     for dim in (64, 128):
         yield from _attention(dim)
         yield from _heads(dim)
@@ -75,6 +78,18 @@ def _products() -> Iterator[Case]:
         yield Case(name, partial(triton_product, wide, wide_weight, tile))
         yield Case(f"gated {name}", partial(triton_product, wide, wide_weight, tile, activation="silu"))
     yield Case("gate of sums", partial(triton_gate, wide, "silu", torch.bfloat16))
+
+
+def _mixtures() -> Iterator[Case]:
+    experts, inner, width, count, most = 8, 768, 2048, 64, 8
+    x, chosen = _rows(count, width), torch.zeros(count, most, dtype=torch.int32)
+    ups, downs = _rows(experts, 2 * inner, width), _rows(experts, width, inner)
+    for tile in of_experts(tiles_of(wide=False, gated=True)):
+        launch = partial(triton_mixture, x, chosen, ups, downs, "silu", tile)
+        yield Case(f"experts in tiles of {tile.rows} x {tile.columns}", launch)
+    shares, outs = _rows(count, most, dtype=torch.float32), _rows(count * most, width)
+    shared = SharedRows(x, x[:, :1].contiguous())
+    yield Case("sums of experts", partial(triton_sum, outs, chosen, shares, 2.5, shared, experts))
 
 
 def _cache(dim: int, num_kv_heads: int) -> CacheView:

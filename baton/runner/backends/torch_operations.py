@@ -97,11 +97,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, in_pairs: b
     other.copy_(rotated[1])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TorchWeight:
     """A weight [N, K] as torch takes it; for gated products the stacked gate and up weights [2 N, K]."""
 
     matrix: torch.Tensor
+    """Operations may move it, but not change it."""
 
 
 @dataclass(frozen=True, slots=True)

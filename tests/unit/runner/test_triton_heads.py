@@ -142,7 +142,7 @@ def test_a_model_is_bit_exact_and_starts_few_kernels_however_many_rows_a_step_ha
         others = 1 + 1 + sum(counts[name] for name in ("embedding", "index_select", "index", "to"))
         assert counts.total() - others <= 12
     assert ComputePath("products", "Triton on cpu") in runner.model.compute_paths
-    assert "norms-triton.1-heads-triton.1/" in runner.model.numerics
+    assert "norms-triton.1-heads-triton.1-experts-triton.1/" in runner.model.numerics
     plain = load_with(tmp_path, dtype="float32", num_blocks=64, operations=TorchOperations(1))
     assert tokens_of(runner) == tokens_of(plain)
 

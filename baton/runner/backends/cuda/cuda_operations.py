@@ -9,15 +9,16 @@ so that the model is hardly bit-exact.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from baton.runner.backends.attention_call import AttentionCall
-from baton.runner.backends.cpu.kernels.product import Activation
+from baton.runner.backends.cpu.kernels.product import Activation, Ungated
 from baton.runner.backends.cuda.attention_choice import AttentionChoice
 from baton.runner.backends.cuda.graph_recording import Record
 from baton.runner.backends.cuda.kernels import Kernels
+from baton.runner.backends.cuda.mixtures import MixtureProducts, StackedExperts
 from baton.runner.backends.cuda.numerics import Gpu, gpu_numerics
 from baton.runner.backends.cuda.product_tiles import Tile
 from baton.runner.backends.cuda.products import ProductsFail, TiledProducts
@@ -25,7 +26,15 @@ from baton.runner.backends.cuda.row_kernels import HeadChoice, NormChoice
 from baton.runner.backends.head_rows import HeadRows
 from baton.runner.backends.low_rank import RowAdapters
 from baton.runner.backends.paged_cache import CacheView, keys_and_values
-from baton.runner.backends.routing import Routing, choose
+from baton.runner.backends.routing import (
+    PLAIN_EXPERTS,
+    ClampedGate,
+    ExpertBiases,
+    ExpertKind,
+    Routing,
+    SharedRows,
+    choose,
+)
 from baton.runner.backends.torch_operations import TorchOperations, TorchStack, TorchWeight
 
 _log = logging.getLogger(__name__)
@@ -62,6 +71,9 @@ class CudaOperations(TorchOperations):
         if kernels.products is not None:
             self._products = TiledProducts(device, kernels.products.multiply, tiles)
             self._gate = kernels.products.gate
+        self._mixtures = None
+        if self._products is not None and kernels.mixtures is not None:
+            self._mixtures = MixtureProducts(device, self._products, kernels.mixtures)
 
     @property
     def device_name(self) -> str:
@@ -88,6 +100,7 @@ class CudaOperations(TorchOperations):
             "attention": self.ways,
             "norms": {"torch" if self._norms.is_by_torch else "triton"},
             "heads": {"torch" if self._heads.is_by_torch else "triton"},
+            "experts": {"torch" if self._mixtures is None else "triton"},
         }
         return gpu_numerics(Gpu.of(self._device), ways, self.rows_per_call)
 
@@ -145,6 +158,45 @@ class CudaOperations(TorchOperations):
             _log.warning("torch computes products, in calls of one number of rows: %s", failure)
             self._products, self.why_products_by_torch = None, str(failure)
             return None
+
+    def pack_mixture(  # type: ignore[override]
+        self,
+        ups: Sequence[TorchWeight | TorchStack],
+        downs: Sequence[TorchWeight | TorchStack],
+        gate: Activation | ClampedGate | Ungated,
+        biases: ExpertBiases | None = None,
+        kind: ExpertKind = PLAIN_EXPERTS,
+    ) -> StackedExperts | None:
+        if self._mixtures is None or not isinstance(gate, str) or biases is not None or kind != PLAIN_EXPERTS:
+            return None
+        own_ups, own_downs = ([one for one in some if isinstance(one, TorchWeight)] for some in (ups, downs))
+        if len(own_ups) != len(ups) or len(own_downs) != len(downs):
+            return None
+        return self._mixtures.pack(own_ups, own_downs, gate)
+
+    def mix_experts(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        mixture: StackedExperts,
+        factor: float = 1.0,
+        shared: SharedRows | None = None,
+    ) -> torch.Tensor:
+        assert self._mixtures is not None
+        return self._mixtures.mix(x, chosen, weights, mixture, factor, shared)
+
+    def sum_experts(
+        self,
+        outs: torch.Tensor,
+        places: torch.Tensor,
+        weights: torch.Tensor,
+        factor: float = 1.0,
+        shared: SharedRows | None = None,
+    ) -> torch.Tensor:
+        if self._mixtures is None:
+            return super().sum_experts(outs, places, weights, factor, shared)
+        return self._mixtures.sum_experts(outs, places, weights, factor, shared)
 
     def factor_product(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         out = self._product(x, TorchWeight(factor))

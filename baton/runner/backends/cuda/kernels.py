@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -13,6 +14,7 @@ from baton.runner.backends.cuda.attention_choice import PagedAttention
 from baton.runner.backends.cuda.product_tiles import Tile
 from baton.runner.backends.head_rows import HeadRows
 from baton.runner.backends.paged_cache import CacheView
+from baton.runner.backends.routing import SharedRows
 
 _log = logging.getLogger(__name__)
 
@@ -25,6 +27,24 @@ Multiply = Callable[
 """Computes a product in tiles, as `triton_product.triton_product`."""
 Gate = Callable[[torch.Tensor, Activation, torch.dtype], torch.Tensor]
 """Gates sums, as `triton_product.triton_gate`."""
+Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Activation, Tile], torch.Tensor]
+"""What the experts of rows give, as `triton_mixture.triton_mixture`."""
+
+
+class SumExperts(Protocol):
+    """Sums it, as `triton_mixture.triton_sum`."""
+
+    def __call__(
+        self,
+        outs: torch.Tensor,
+        places: torch.Tensor,
+        weights: torch.Tensor,
+        factor: float,
+        shared: SharedRows | None,
+        num_experts: int | None = None,
+    ) -> torch.Tensor: ...
+
+
 Prepare = Callable[[HeadRows, torch.Tensor, torch.Tensor, CacheView, torch.Tensor], None]
 """Norms, rotates and stores, as `triton_heads.triton_heads`."""
 Rotate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
@@ -37,6 +57,14 @@ class Products:
 
     multiply: Multiply
     gate: Gate
+
+
+@dataclass(frozen=True, slots=True)
+class Mixtures:
+    """Kernels of mixtures of experts."""
+
+    mix: Mix
+    sum_experts: SumExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +84,8 @@ class Kernels:
     norm: Norm | None = None
     products: Products | None = None
     heads: Heads | None = None
+    mixtures: Mixtures | None = None
+    """Only beside products."""
 
 
 def why_failed(error: Exception) -> str:
@@ -73,6 +103,7 @@ def triton_kernels() -> Kernels:
     try:
         from baton.runner.backends.cuda.triton_attention import triton_attention
         from baton.runner.backends.cuda.triton_heads import triton_heads, triton_rotate, triton_store
+        from baton.runner.backends.cuda.triton_mixture import triton_mixture, triton_sum
         from baton.runner.backends.cuda.triton_norm import triton_norm
         from baton.runner.backends.cuda.triton_product import triton_gate, triton_product
     except ImportError as error:
@@ -83,4 +114,5 @@ def triton_kernels() -> Kernels:
         triton_norm,
         Products(triton_product, triton_gate),
         Heads(triton_heads, triton_rotate, triton_store),
+        Mixtures(triton_mixture, triton_sum),
     )

@@ -40,6 +40,7 @@ _FEWEST_GATED_COLUMNS = 32
 """A dot has at least 16 columns."""
 _LARGEST_GATED_ON_AMPERE = 128 * 128
 """Larger tiles of gate and up need more registers than mma.sync leaves."""
+_LARGEST_OF_EXPERTS = 64 * 128
 MULTIPROCESSORS = 132
 """Of an H100 and an H200. It is a constant, so that the choice is the same wherever it is looked at."""
 _PRODUCTS_PER_CYCLE = 2048
@@ -55,6 +56,11 @@ def tiles_of(*, wide: bool, gated: bool, capability: int = HOPPER) -> Sequence[T
         return tiles
     largest = _LARGEST_GATED_ON_AMPERE if capability < HOPPER else sys.maxsize
     return [tile for tile in tiles if tile.columns >= _FEWEST_GATED_COLUMNS and tile.rows * tile.columns <= largest]
+
+
+def of_experts(tiles: Sequence[Tile]) -> Sequence[Tile]:
+    """Those that fit beside the places of rows that were chosen, which take registers, too."""
+    return [tile for tile in tiles if tile.rows * tile.columns <= _LARGEST_OF_EXPERTS]
 
 
 def fastest_tile(tiles: Sequence[Tile], rows: int, columns: int) -> Tile:

@@ -66,6 +66,13 @@ class TiledProducts:
         tile = fastest_tile(tiles, x.shape[0], weight.shape[0])
         return self._multiply(x, weight, tile, bias, out_dtype, activation)
 
+    def tiles_for(self, dtype: torch.dtype, width: int, activation: Activation | None) -> Sequence[Tile]:
+        """The tiles of products of such rows. Raises ProductsFail."""
+        kind = _Kind(dtype, width, False, dtype, activation)
+        if kind not in self._tiles:
+            self._tiles[kind] = self._try_out(kind)
+        return self._tiles[kind]
+
     def _all_tiles(self, kind: _Kind) -> Sequence[Tile]:
         capability = HOPPER
         if self._device.type == "cuda":

@@ -118,6 +118,33 @@ def _product(
     own_columns = tl.minimum(columns, last_column)
     from_weight = weight + first_column * weight_stride + (own_columns[:, None] * weight_stride + places[None, :])
     to_up = num_columns.to(tl.int64) * weight_stride
+    total, up = sums_of(from_x, from_weight, to_up, width, ROWS, COLUMNS, STEP, IS_EVEN, ACTIVATION != "")
+    if ACTIVATION != "":
+        total = activated(total, ACTIVATION) * up
+    if HAS_BIAS:
+        total += tl.load(bias + first_column + own_columns).to(tl.float32)[None, :]
+    inside = (rows <= last_row)[:, None] & (columns <= last_column)[None, :]
+    places_out = out + first_row * num_columns + first_column + (rows[:, None] * num_columns + columns[None, :])
+    tl.store(places_out, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def sums_of(
+    from_x,
+    from_weight,
+    to_up,
+    width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_GATED: tl.constexpr,
+):
+    """The sums of a tile, and those of up, which is `to_up` behind the weight: the chains over k of all products.
+
+    `from_x`, `from_weight`: where the first STEP numbers of each row and of each column are.
+    """
+    places = tl.arange(0, STEP)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = total
     for start in range(0, width, STEP):
@@ -129,19 +156,13 @@ def _product(
             own = tl.load(from_x, mask=inside_k, other=0.0)
             other = tl.load(from_weight, mask=inside_k, other=0.0)
         total = tl.dot(own, other.T, total, input_precision="ieee")
-        if ACTIVATION != "":
+        if IS_GATED:
             of_up = from_weight + to_up
             other = tl.load(of_up) if IS_EVEN else tl.load(of_up, mask=inside_k, other=0.0)
             up = tl.dot(own, other.T, up, input_precision="ieee")
         from_x += STEP
         from_weight += STEP
-    if ACTIVATION != "":
-        total = activated(total, ACTIVATION) * up
-    if HAS_BIAS:
-        total += tl.load(bias + first_column + own_columns).to(tl.float32)[None, :]
-    inside = (rows <= last_row)[:, None] & (columns <= last_column)[None, :]
-    places_out = out + first_row * num_columns + first_column + (rows[:, None] * num_columns + columns[None, :])
-    tl.store(places_out, total.to(out.dtype.element_ty), mask=inside)
+    return total, up
 
 
 @triton.jit

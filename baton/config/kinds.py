@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -121,6 +122,18 @@ OnOff = Literal["on", "off"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
 KVDigests = Literal["on", "sampled", "off"]
+
+
+@dataclass(frozen=True, slots=True)
+class OnGpu:
+    """Marks, in `Annotated`, a setting that has another default on a node that computes on a GPU.
+
+    Such a setting is given to another process only if it was given to this one, which may not know the other's device.
+    """
+
+    default: int
+    text: str
+    """How the default is written for users."""
 
 
 class Internal:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from baton.config.node import NodeConfig
 from baton.config.router import RouterConfig
-from baton.config.setting import PREFIX, flag_of, settings_of, variable_of
+from baton.config.setting import PREFIX, Setting, flag_of, settings_of, variable_of
 from baton.config.up import UpConfig
 from baton.did_you_mean import did_you_mean
 from baton.errors import ConfigError, UsageError
@@ -77,7 +77,7 @@ def view(model: type[BaseModel], environ: Mapping[str, str], file: Path | None =
     A required setting that is not given has the value None and the origin `required`. Raises ConfigError as `load`.
     """
     values = {
-        key: (setting.default, "required" if setting.is_required else "default")
+        key: (setting.default, _origin_of_default(setting))
         for key, setting in settings_of(model).items()
         if not setting.is_internal
     }
@@ -152,6 +152,12 @@ def _from_environment(model: type[BaseModel], environ: Mapping[str, str]) -> _Fo
             # Other programs may have BATON_ variables, so only a name that resembles a setting's is an error.
             raise ConfigError(f"unknown variable {variable}{did_you_mean(variable, set(map(variable_of, all_keys)))}")
     return values
+
+
+def _origin_of_default(setting: Setting) -> str:
+    if setting.is_required:
+        return "required"
+    return "default" if setting.on_gpu is None else f"default (on a GPU: {setting.on_gpu.text})"
 
 
 def _keys(model: type[BaseModel]) -> frozenset[str]:

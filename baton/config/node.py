@@ -24,10 +24,12 @@ from baton.config.kinds import (
     CountOrZero,
     Dtype,
     HostPort,
+    Internal,
     KVCacheDtype,
     KVDigests,
     Milliseconds,
     Name,
+    OnGpu,
     Port,
     SecondsFromOneToAnHour,
     SecondsToAnHour,
@@ -35,6 +37,7 @@ from baton.config.kinds import (
     SpeculativeConfig,
     parts_of,
 )
+from baton.config.setting import settings_of
 from baton.model_formats.adapters import DEFAULT_MAX_RANK, MAX_RANK
 
 
@@ -80,8 +83,10 @@ class NodeSettings(ClusterSettings):
         description="Port of a node's page /metrics; 0: a free one. Further nodes of `baton up` take the next ports. "
         "Default: no page.",
     )
-    block_size: Count = Field(16, description="Tokens in a KV block; more where the model keeps large states.")
-    kv_cache_memory: ByteSize = Field(
+    block_size: Annotated[Count, OnGpu(64, "64")] = Field(
+        16, description="Tokens in a KV block; more where the model keeps large states."
+    )
+    kv_cache_memory: Annotated[ByteSize, OnGpu(0, "0.9 of what is free beside the weights and a step")] = Field(
         ByteSize(256 << 20), gt=0, description="Size of a node's KV cache, such as 256MiB."
     )
     kv_cache_dtype: KVCacheDtype = Field(
@@ -137,7 +142,7 @@ class NodeSettings(ClusterSettings):
         description="Seconds that requests continue, and finished ones are kept, after the loss of their router, so "
         "that another router can adopt them.",
     )
-    max_num_batched_tokens: Count = Field(
+    max_num_batched_tokens: Annotated[Count, OnGpu(8192, "8192")] = Field(
         512,
         description="Most tokens that a step computes. Fewer than max_num_seqs: most tokens of prompts, beside one of "
         "each stream.",
@@ -147,7 +152,9 @@ class NodeSettings(ClusterSettings):
         description="Most rows of encoded images, speech or texts that a node keeps, for a model that takes them: "
         "those of one must fit. 0: no images are taken; a model with an encoder and a decoder has room for one input.",
     )
-    max_num_seqs: Count = Field(64, description="Most requests that run at once on a node.")
+    max_num_seqs: Annotated[Count, OnGpu(256, "256")] = Field(
+        64, description="Most requests that run at once on a node."
+    )
     long_prefill_token_threshold: CountOrZero = Field(
         0,
         description="Most tokens of one prompt that a step computes, so that other prompts get a share; 0: no limit.",
@@ -241,9 +248,23 @@ class NodeConfig(NodeSettings, ProcessSettings):
     simulated_decode_seq_ms: Milliseconds = Field(
         0.0, description="Milliseconds that each running sequence adds to a step of the simulated runner."
     )
+    gpu_sharers: Annotated[Count, Internal] = Field(
+        1, description="Nodes that `baton up` starts on this node's GPU, each of which takes an equal part of it."
+    )
     failpoints: Path | None = Field(
         None, description="Directory whose files request faults, for fault injection. Default: no fault injection."
     )
+
+    def on_gpu(self) -> Self:
+        """The settings of a node that computes on a GPU: those that nobody gave have a GPU's defaults.
+
+        `kv_cache_memory` is then 0, which stands for as much as the GPU has left.
+        """
+        marks = {key: setting.on_gpu for key, setting in settings_of(type(self)).items()}
+        missing = marks.keys() - self.model_fields_set
+        return self.model_copy(
+            update={key: mark.default for key, mark in marks.items() if mark is not None and key in missing}
+        )
 
     @property
     def num_stages(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
-from baton.config.kinds import Internal, Several
+from baton.config.kinds import Internal, OnGpu, Several
 
 PREFIX = "BATON_"
 """The prefix of the environment variables of all settings."""
@@ -87,6 +87,11 @@ class Setting:
         return Internal in self.field.metadata
 
     @property
+    def on_gpu(self) -> OnGpu | None:
+        """The default on a GPU; None if it is the same everywhere."""
+        return next((mark for mark in self.field.metadata if isinstance(mark, OnGpu)), None)
+
+    @property
     def is_several(self) -> bool:
         """Whether the setting's flag may be given several times."""
         return Several in self.field.metadata
@@ -111,7 +116,8 @@ class Setting:
         if value is True:
             return "yes"
         # Default sizes are whole numbers of MiB.
-        return f"{value >> 20}MiB" if isinstance(value, ByteSize) and value else value_text(value)
+        text = f"{value >> 20}MiB" if isinstance(value, ByteSize) and value else value_text(value)
+        return text if self.on_gpu is None else f"{text}; on a GPU {self.on_gpu.text}"
 
     @property
     def description(self) -> str:
@@ -161,6 +167,7 @@ def flags_of(config: BaseModel, group: type[BaseModel]) -> dict[str, str]:
     return {
         flag: text
         for key in group.model_fields
+        if settings[key].on_gpu is None or key in config.model_fields_set
         for flag, text in settings[key].with_value(getattr(config, key)).items()
     }
 

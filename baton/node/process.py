@@ -21,7 +21,7 @@ from baton.node.leftovers import describe_left, may_be_written
 from baton.node.lifecycle import NodeStop
 from baton.node.name_claim import Asks, proving_absence, require_free_name
 from baton.node.role import NodeRole, RoleContext
-from baton.node.runner_spec import config_of_encoder, encoder_spec, runner_spec
+from baton.node.runner_spec import config_of_encoder, encoder_spec, runner_spec, with_defaults_of_device
 from baton.node.serve import Node
 from baton.observe.logs import log_also
 from baton.observe.loop_probe import ProbedEventLoop
@@ -72,6 +72,7 @@ def run_node(config: NodeConfig, role_maker: Callable[[Role], RoleMaker]) -> int
     with rare_collections():
         if config.runner == "torch":
             import_transformers()
+        config = with_defaults_of_device(config)
         if config.role == "encode":
             runner = load_encoder(encoder_spec(config))
         else:

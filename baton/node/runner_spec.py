@@ -14,9 +14,8 @@ from baton.messages.node_model import Capability
 from baton.messages.speculation import SpeculationConfig
 from baton.runner import DraftSpec, RunnerSpec, SimulatedSpec, StepTime, TorchSpec
 from baton.runner.blocks.host_blocks import host_blocks_in
+from baton.runner.spec import LEAST_BLOCKS
 from baton.text.tokenizer import Tokenizer
-
-_MIN_BLOCKS = 8
 
 
 def config_of_encoder(config: NodeConfig) -> NodeConfig:
@@ -34,6 +33,21 @@ def config_of_encoder(config: NodeConfig) -> NodeConfig:
     return config.model_copy(update=of_decoder)
 
 
+def with_defaults_of_device(config: NodeConfig) -> NodeConfig:
+    """The configuration with the device that computes in place of `auto`, and with the defaults of a GPU if it is one.
+
+    Raises ConfigError for a device that is unknown or can't be used.
+    """
+    if config.runner != "torch":
+        return config
+    # torch takes seconds to import.
+    from baton.runner.backends.device import resolve_device
+
+    device = resolve_device(config.device)
+    config = config.model_copy(update={"device": str(device)})
+    return config.on_gpu() if device.type == "cuda" else config
+
+
 def encoder_spec(config: NodeConfig) -> TorchSpec:
     """The encoder that this configuration asks for."""
     spec = runner_spec(config)
@@ -48,7 +62,9 @@ def runner_spec(config: NodeConfig) -> RunnerSpec:
             model_dir=config.model,
             dtype=config.dtype,
             block_size=config.block_size,
-            cache_bytes=int(config.kv_cache_memory),
+            cache_bytes=int(config.kv_cache_memory) or None,
+            step_rows=0 if config.kv_cache_memory else max(config.max_num_batched_tokens, config.max_num_seqs),
+            gpu_sharers=config.gpu_sharers,
             cache_dtype=config.kv_cache_dtype,
             host_cache_bytes=int(config.host_cache_memory),
             num_threads=config.num_threads,
@@ -74,7 +90,7 @@ def runner_spec(config: NodeConfig) -> RunnerSpec:
     return SimulatedSpec(
         name=config.model_name or shape.name,
         block_size=config.block_size,
-        num_blocks=max(_MIN_BLOCKS, int(config.kv_cache_memory) // block_bytes),
+        num_blocks=max(LEAST_BLOCKS, int(config.kv_cache_memory) // block_bytes),
         num_host_blocks=host_blocks_in(int(config.host_cache_memory), block_bytes),
         step_time=step_time,
         max_lora_rank=config.max_lora_rank,
@@ -92,10 +108,10 @@ def scheduler_config(config: NodeConfig, runner: ModelRunner) -> SchedulerConfig
         # Each part of the cache has a memory of that size, and as many blocks as the one with the largest.
         others = (runner.layout.part(part.layers).block_bytes for part in runner.remote_parts)
         block_bytes = max(runner.memory.block_bytes, *others)
-    if runner.memory.num_blocks < _MIN_BLOCKS:
+    if runner.memory.num_blocks < LEAST_BLOCKS:
         raise ConfigError(
             f"kv_cache_memory {int(config.kv_cache_memory)} bytes holds {runner.memory.num_blocks} blocks of "
-            f"{block_bytes} bytes; give it at least {_MIN_BLOCKS * block_bytes}"
+            f"{block_bytes} bytes; give it at least {LEAST_BLOCKS * block_bytes}"
         )
     if config.host_cache_memory and not runner.num_host_blocks:
         raise ConfigError(

@@ -24,7 +24,7 @@ from baton.messages.pooling import PoolingRequest
 from baton.model_formats.encoder_decoders import encoder_decoder
 from baton.models.resolve import with_model_directory
 from baton.node.process import log_slow_paths
-from baton.node.runner_spec import runner_spec
+from baton.node.runner_spec import runner_spec, with_defaults_of_device
 from baton.observe.logs import log_to_standard_loggers
 from baton.offline.engine import OfflineEngine, RunningRequest, at_prompt
 from baton.offline.outputs import EmbeddingOutput, RequestOutput, RequestsFailed, progress_bar
@@ -132,7 +132,7 @@ class LLM:
         can't be used.
         """
         log_to_standard_loggers()
-        config = with_model_directory(node_config(model, settings))
+        config = with_defaults_of_device(with_model_directory(node_config(model, settings)))
         # A directory without a configuration is refused below, with what it lacks first.
         if (config.model / "config.json").is_file() and (architecture := encoder_decoder(config.model)) is not None:
             raise ConfigError(

@@ -59,7 +59,7 @@ def load_encoder_alone(spec: TorchSpec, operations: Operations | None = None) ->
     for a model that takes texts alone.
     """
     if is_encoder_decoder_directory(spec.model_dir):
-        small = replace(spec, num_blocks=_NUM_BLOCKS, cache_bytes=None, host_cache_bytes=0)
+        small = replace(spec, num_blocks=_NUM_BLOCKS, cache_bytes=None, step_rows=0, host_cache_bytes=0)
         return load_encoder_decoder(small, operations)
     if image_family(spec.model_dir) is None:
         raise ConfigError(f"{spec.model_dir} takes neither images nor speech: no node with the role encode is needed")

@@ -17,11 +17,14 @@ from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
+from baton.runner.gpu_facts import facts_of
+from baton.runner.gpu_limits import check_gpu
 from baton.runner.model import attention
 from baton.runner.model.attention import UnsupportedAttention
+from baton.runner.model.checkpoint import least_weight_bytes, weight_files_of
 from baton.runner.model.mixtures import experts
 from baton.runner.model.stored.weight import UnusableWeight
-from baton.runner.model.weights import LoadedModel
+from baton.runner.model.weights import DTYPES, LoadedModel, resolve_dtype
 from baton.runner.spec import TorchSpec
 from baton.runner.torch_threads import elementwise_threads
 
@@ -44,9 +47,22 @@ def prepare(num_threads: int) -> None:
 
 
 def prepared_operations(spec: TorchSpec, device: torch.device, operations: Operations | None) -> Operations:
-    """Prepare this process for a model, and return what computes it: `operations`, or None: the machine's kernels."""
+    """Prepare this process for a model, and return what computes it: `operations`, or None: the machine's kernels.
+
+    Raises ConfigError for a GPU that has no room for it, before anything is allocated.
+    """
     prepare(spec.num_threads)
+    if device.type == "cuda":
+        _check_gpu(spec, device)
     return choose_operations(spec.num_threads, device) if operations is None else operations
+
+
+def _check_gpu(spec: TorchSpec, device: torch.device) -> None:
+    facts = facts_of(device)
+    if facts is not None:
+        itemsize = DTYPES[resolve_dtype(spec.dtype, device)].itemsize
+        weights = least_weight_bytes(weight_files_of(spec.model_dir), itemsize) // spec.pipeline_parallel
+        check_gpu(facts, str(device), weights, spec.cache_bytes or 0)
 
 
 @contextmanager
@@ -61,6 +77,12 @@ def named_errors(model_dir: Path) -> Iterator[None]:
         raise UnsupportedAttention(f"{model_dir} can't be served: {error}; {instead}") from error
     except KernelArgumentError as error:
         raise ConfigError(f"{model_dir} has a shape that Baton's kernels can't compute ({error})") from error
+    except torch.OutOfMemoryError as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"{model_dir} does not fit into what the GPU has left, which another process may have taken meanwhile "
+            f"({reason}): give the node another GPU (--device), or end what uses this one"
+        ) from error
     except RunnerLost as error:
         raise ConfigError(f"{model_dir} can't be divided among ranks: {error}") from error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -21,13 +21,15 @@ class DraftSpec:
     quantization: Literal["int8", "int4"] | None = None
 
 
+LEAST_BLOCKS = 8
+"""A node with fewer KV blocks is refused."""
 _LEAST_BLOCKS_BESIDE = 4
 """So many scratch blocks a draft model keeps, however large they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """The size of a KV cache, in blocks or in bytes (exactly one of the two is set), and what it holds."""
+    """The size of a KV cache, in blocks, in bytes or as what a GPU has left (one of them is set), and what it holds."""
 
     num_blocks: int | None = None
     cache_bytes: int | None = None
@@ -39,6 +41,11 @@ class CacheSpec:
     """How many such blocks more the draft model has."""
     is_of_all_stages: bool = False
     """Whether all stages together have `cache_bytes`, since they share a host's memory; otherwise each has as many."""
+    step_rows: int = 0
+    """Rows of the largest step, where the cache has what a GPU has left beside it and the weights; 0: it has another
+    size."""
+    gpu_sharers: int = 1
+    """How many nodes have the GPU in common, each an equal part of it."""
 
     def of_larger_blocks(self, factor: int) -> CacheSpec:
         """The same size for blocks of so many times as many tokens, those of the draft model among them.
@@ -50,10 +57,32 @@ class CacheSpec:
         num_blocks_beside = max(min(count, _LEAST_BLOCKS_BESIDE), -(-count // factor))
         return replace(self, block_bytes_beside=factor * self.block_bytes_beside, num_blocks_beside=num_blocks_beside)
 
+    def with_room(self, rooms: Sequence[int], block_bytes: Sequence[int], probe_blocks: int) -> CacheSpec:
+        """The size in bytes of a cache that has what GPUs have left; any other stays as it is.
+
+        `rooms`, `block_bytes`: the bytes that each stage has for it, and those of its part of a block. There are
+        `probe_blocks` blocks more. Raises ConfigError for too little.
+        """
+        if not self.step_rows:
+            return self
+        # All stages have equally many blocks, and count those of the stage with the largest.
+        blocks = min(room // size for room, size in zip(rooms, block_bytes, strict=True)) - probe_blocks
+        if blocks < LEAST_BLOCKS:
+            least = LEAST_BLOCKS + probe_blocks
+            missing = max(least * size - room for room, size in zip(rooms, block_bytes, strict=True))
+            raise ConfigError(
+                f"beside the weights and a step of {self.step_rows} tokens a GPU has {min(rooms)} bytes left for the "
+                f"KV cache, which needs {missing} more: give the node a GPU with more free memory (--device), end what "
+                "uses this one, or lower --max-num-batched-tokens"
+            )
+        return replace(self, cache_bytes=blocks * max(block_bytes), step_rows=0)
+
     def blocks(self, block_bytes: int) -> int:
         """The number of blocks; raises ConfigError for fewer than two (the first one is the null block)."""
-        if (self.num_blocks is None) == (self.cache_bytes is None):
-            raise ConfigError("set exactly one of the number of KV blocks and the bytes for them")
+        if sum((self.num_blocks is not None, self.cache_bytes is not None, self.step_rows > 0)) != 1:
+            raise ConfigError("set exactly one of the number of KV blocks, the bytes for them, and the rows of a step")
+        if self.step_rows:
+            raise ConfigError("only on a GPU a KV cache has what is left of its memory: give its size")
         block_bytes += self.block_bytes_beside
         cache_bytes = max(0, (self.cache_bytes or 0) - self.num_blocks_beside * self.block_bytes_beside)
         blocks = self.num_blocks if self.num_blocks is not None else cache_bytes // block_bytes
@@ -88,9 +117,13 @@ class TorchSpec:
     block_size: int = 16
     """Tokens in a block; a model that keeps large states gets more (`larger_for_states`)."""
     num_blocks: int | None = None
-    """Size of the KV cache in blocks. Exactly one of `num_blocks` and `cache_bytes` must be set."""
+    """Size of the KV cache in blocks. Exactly one of `num_blocks`, `cache_bytes` and `step_rows` must be set."""
     cache_bytes: int | None = None
     """Size of the KV cache in bytes."""
+    step_rows: int = 0
+    """Rows of the largest step, for a KV cache that has what a GPU has left beside it; instead of its size."""
+    gpu_sharers: int = 1
+    """How many nodes have the GPU in common, each an equal part of it."""
     cache_dtype: str = "auto"
     """auto, the dtype of the model; or int8 or fp8, 8 bits for each number."""
     host_cache_bytes: int = 0
@@ -129,7 +162,13 @@ class TorchSpec:
     @property
     def cache(self) -> CacheSpec:
         """The size of the KV cache."""
-        return CacheSpec(self.num_blocks, self.cache_bytes, self.cache_dtype)
+        return CacheSpec(
+            self.num_blocks,
+            self.cache_bytes,
+            self.cache_dtype,
+            step_rows=self.step_rows,
+            gpu_sharers=self.gpu_sharers,
+        )
 
 
 def check_hosts(hosts: int, tensor_parallel: int, pipeline_parallel: int) -> None:

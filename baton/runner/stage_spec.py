@@ -12,7 +12,7 @@ from typing import Literal
 from baton.runner.parts import Shard, Stage, divided
 from baton.runner.spec import CacheSpec
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the frames between stages, and of the messages and digests of their movers. All stages of a model must
 have the same, so it is raised when any of them changes."""
 

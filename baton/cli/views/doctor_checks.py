@@ -64,6 +64,20 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class GpusFacts:
+    """Facts about the GPUs of this machine."""
+
+    found: Sequence[tuple[str, int, int]] = ()
+    """For each its name, and how many of its bytes are free, and how many it has, as far as the driver says so."""
+    driver: str = ""
+    """The driver's version; empty without a driver."""
+    why_unused: str = ""
+    """Why torch computes on none of them, and what to do; empty if it does."""
+    defaults: str = ""
+    """The settings that have other defaults on a GPU, with these."""
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """Facts about this machine and this installation."""
 
@@ -110,6 +124,7 @@ class Facts:
     """Requirements of Baton that the installed libraries do not meet."""
     registry: ServerMemory | None = None
     """Memory of the Redis given by --registry; None without that flag."""
+    gpus: GpusFacts = GpusFacts()
 
 
 def run_checks(facts: Facts) -> list[Finding]:
@@ -123,6 +138,7 @@ def run_checks(facts: Facts) -> list[Finding]:
         *([_chat_template(facts)] if facts.model.template_error else []),
         _threads(facts),
         _memory(facts),
+        _gpus(facts.gpus),
         _redis(facts),
         *([_registry(facts.registry)] if facts.registry is not None else []),
         _nixl(facts),
@@ -251,6 +267,17 @@ def _memory(facts: Facts) -> Finding:
         return Finding("memory", Level.OK, message)
     level = Level.WARNING if facts.available_memory >= node else Level.CRITICAL
     return Finding("memory", level, message, "free memory, lower --kv-cache-memory, or choose a smaller model")
+
+
+def _gpus(gpus: GpusFacts) -> Finding:
+    if not gpus.driver and not gpus.found:
+        return Finding("gpu", Level.OK, "none: no driver of NVIDIA's is loaded, so the CPU computes")
+    listed = ", ".join(f"{name} ({size(free)} of {size(total)} free)" for name, free, total in gpus.found) or "found"
+    message = f"{listed}, driver {gpus.driver or 'unknown'}"
+    if not gpus.why_unused:
+        return Finding("gpu", Level.OK, f"{message}; defaults of a node there: {gpus.defaults}")
+    fix = "do what the reason says, or give the nodes --device cpu"
+    return Finding("gpu", Level.WARNING, f"{message}; the CPU computes: {gpus.why_unused}", fix)
 
 
 def _redis(facts: Facts) -> Finding:

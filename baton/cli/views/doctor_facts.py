@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 import baton
 from baton.bench.results.host import available_memory, usable_cores
 from baton.cli.cluster.run_dir import default_run_dir
-from baton.cli.views.doctor_checks import Facts, ModelFacts
-from baton.config import UpConfig
+from baton.cli.views.doctor_checks import Facts, GpusFacts, ModelFacts
+from baton.config import NodeConfig, UpConfig
+from baton.config.setting import settings_of
 from baton.errors import BatonError, ConfigError
 from baton.messages.node_model import ONE_RANK, NodeShape
 from baton.models.resolve import FoundModel
@@ -91,6 +92,20 @@ def gather_facts(
         version=baton.__version__,
         unmet=_unmet(),
         registry=_registry(registry) if registry else None,
+        gpus=_gpus(),
+    )
+
+
+def _gpus() -> GpusFacts:
+    from baton.runner.backends.device import why_no_gpu
+    from baton.runner.gpu_facts import driver_version, gpus_here
+
+    marks = ((setting.key, setting.on_gpu) for setting in settings_of(NodeConfig).values())
+    return GpusFacts(
+        [(gpu.name, gpu.free_bytes, gpu.total_bytes) for gpu in gpus_here().values()],
+        driver_version(),
+        why_no_gpu(),
+        ", ".join(f"{key} {mark.text}" for key, mark in marks if mark is not None),
     )
 
 

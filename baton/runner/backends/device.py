@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from baton.errors import ConfigError
+from baton.runner.gpu_facts import driver_version
+from baton.runner.gpu_limits import why_driver_too_old
+
+_log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 
@@ -15,7 +21,11 @@ def resolve_device(name: str) -> torch.device:
     Raises ConfigError for a device that is unknown or that this machine does not have.
     """
     if name == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else CPU
+        if torch.cuda.is_available():
+            return torch.device("cuda", 0)
+        if driver_version():
+            _log.warning("the CPU computes, though this machine has a GPU: %s", why_no_gpu())
+        return CPU
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -25,12 +35,18 @@ def resolve_device(name: str) -> torch.device:
     if device.type != "cuda":
         raise ConfigError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
     if not torch.cuda.is_available():
-        raise ConfigError(
-            f"device {name!r} is not available: torch finds no GPU; install a CUDA build of torch, or use cpu"
-        )
+        raise ConfigError(f"device {name!r} is not available: {why_no_gpu()}")
     index = device.index or 0
     if index >= torch.cuda.device_count():
         raise ConfigError(
             f"device {name!r} is not available: this machine has {torch.cuda.device_count()} GPUs, counted from 0"
         )
     return torch.device("cuda", index)
+
+
+def why_no_gpu() -> str:
+    """Why torch computes on no GPU, and what to do; empty if it does."""
+    if torch.cuda.is_available():
+        return ""
+    too_old = why_driver_too_old(driver_version(), torch.version.cuda or "")
+    return too_old or "torch finds no GPU; install a CUDA build of torch, or use cpu"

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from baton.engine.runner import KVLayout, LayerGeometry
+from baton.engine.runner import PROBE_BLOCKS, KVLayout, LayerGeometry
 from baton.errors import ConfigError
 from baton.model_formats.encoder_decoders import ALIGNMENT, EncoderDecoder
 from baton.runner.adapters.model_adapters import ModelAdapters
@@ -110,6 +110,7 @@ class DecoderSteps(Transformer):
         self.long_sequences = None
         self._distance_bias = distance_bias
         self._layers_of_entries = [*range(self._num_layers)]
+        cache = cache.with_room([self._room_for_cache(cache)], [self.layout.block_bytes], PROBE_BLOCKS)
         self.allocate_cache(cache.blocks(self.layout.block_bytes))
         self.missed_products = self._find_missed_products()
 

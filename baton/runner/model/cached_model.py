@@ -32,15 +32,18 @@ from baton.engine.runner import (
 )
 from baton.errors import ConfigError
 from baton.runner.backends.attention_call import StepLayout
-from baton.runner.backends.cuda.shared_splits import Int32Array
+from baton.runner.backends.cuda.cuda_operations import CudaOperations
+from baton.runner.backends.cuda.shared_splits import Int32Array, find_in_groups
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.ranks.ranks import Ranks
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.blocks.gathered_host_blocks import GatheredHostBlocks
 from baton.runner.blocks.host_blocks import HostBlocks
 from baton.runner.execution.input_batch import FlatBatch
+from baton.runner.gpu_limits import gib, room_for_cache
+from baton.runner.gpu_memory import gpu_memory
 from baton.runner.model.checkpoint import configs_of_layers
-from baton.runner.model.stage import StageReport
+from baton.runner.model.stage import StageReport, entries_of_stages
 from baton.runner.model.stored.layers import widths_of
 from baton.runner.model.stored.weight import UnusableWeight
 from baton.runner.model.weights import DTYPES, LoadedModel
@@ -100,6 +103,24 @@ class CachedModel:
             layers=self.cached_layers,
         )
 
+    def _room_for_cache(self, cache: CacheSpec | None, try_step: Callable[[int], object] = lambda _rows: None) -> int:
+        """The bytes for a cache that gets what is left of the GPU, behind the weights and a step; 0 for any other.
+
+        `try_step`: computes a step of so many rows. Raises ConfigError if there is no memory for it.
+        """
+        memory = gpu_memory(self.device)
+        if cache is None or not cache.step_rows or memory is None:
+            return 0
+        try:
+            step = memory.peak_of(lambda: try_step(cache.step_rows))
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"{self.device} has {gib(memory.free)} free of {gib(memory.total)} beside the weights, which is too "
+                f"little for a step of {cache.step_rows} tokens: lower --max-num-batched-tokens, or give the node a "
+                "GPU with more free memory"
+            ) from error
+        return room_for_cache(memory.free, memory.total, memory.held, step, cache.gpu_sharers)
+
     def set_rows_per_call(self, rows: int) -> None:
         """Make torch's products take so many rows in one call, before anything is computed that counts."""
         assert isinstance(self._operations, TorchOperations)
@@ -130,6 +151,14 @@ class CachedModel:
 
     def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    def _sharing(self, batch: FlatBatch) -> list[Int32Array | None]:
+        """Which sequences share leading blocks, for each group of layers; empty for operations that need not know."""
+        if not isinstance(self._operations, CudaOperations) or not self._operations.attends_together:
+            return []
+        return find_in_groups(
+            batch.block_tables, batch.seq_lens, batch.query_start, self.layout.block_size, self.layout.windows
+        )
 
     def _step_layout(self, batch: FlatBatch, sharing: Sequence[Int32Array | None] = ()) -> StepLayout:
         """What attention must know of a step, on the device. `sharing`: for each group of layers."""
@@ -225,6 +254,16 @@ def cache_memory(elements: int, dtype: torch.dtype, device: torch.device, ranks:
         raise ConfigError(
             f"{device} has no memory for a KV cache of {size} bytes beside the weights; make the cache smaller"
         ) from error
+
+
+def sized(cache: CacheSpec, reports: Sequence[StageReport], layout: KVLayout, block_size: int) -> CacheSpec:
+    """The size of a cache with blocks of this layout, of `block_size` tokens in the settings: of one that has what the
+    stages' GPUs have left in bytes. Raises ConfigError if they have too little.
+    """
+    cache = cache.of_larger_blocks(layout.block_size // block_size)
+    stages = entries_of_stages(reports)
+    parts = [layout.part(entries) for entries in stages] if len(stages) > 1 else [layout]
+    return cache.with_room([each.cache_room for each in reports], [part.block_bytes for part in parts], PROBE_BLOCKS)
 
 
 def layout_of(reports: Sequence[StageReport], block_size: int, dtype: str, cache: CacheSpec | None) -> KVLayout:

@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from baton.errors import ConfigError
-from baton.model_formats.files import UnsoundSafetensors, read_header, read_object
+from baton.model_formats.files import SafetensorsHeader, UnsoundSafetensors, read_header, read_object
 from baton.model_formats.images import IMAGE_FAMILIES, read_processor
 from baton.model_formats.limits import LARGEST_VOCABULARY, LONGEST_CONTEXT, longest_context
 from baton.model_formats.special_tokens import read_end_tokens
@@ -27,6 +27,8 @@ from baton.runner.model.pooling_files import pooling_fields
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _READ_BYTES = 1 << 22
+_PLAIN_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Bytes of a number of plain weights, which are loaded in the model's dtype, by its name in safetensors files."""
 _MOST_FILES = 10_000
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,250}\.safetensors")
 
@@ -51,7 +53,7 @@ class Checkpoint:
 def open_checkpoint(directory: Path) -> Checkpoint:
     """Check a model directory and compute its fingerprint; raises ConfigError that says what is wrong, and the fix."""
     config = _checked_config(directory)
-    weight_files = _weight_files(directory)
+    weight_files = weight_files_of(directory)
     headers = [_safetensors_header(path) for path in weight_files]
     return Checkpoint(
         directory=directory,
@@ -65,7 +67,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 def check_model_dir(directory: Path) -> Mapping[str, Any]:
     """The directory's config.json, after those checks of `open_checkpoint` that read no weights; raises ConfigError."""
     config = _checked_config(directory)
-    for path in _weight_files(directory):
+    for path in weight_files_of(directory):
         _safetensors_header(path)
     return config
 
@@ -91,7 +93,8 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return read_object(path)
 
 
-def _weight_files(directory: Path) -> tuple[Path, ...]:
+def weight_files_of(directory: Path) -> tuple[Path, ...]:
+    """The safetensors files of a model directory. Raises ConfigError for one without."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         names = _files_of_index(index)
@@ -112,6 +115,20 @@ def _weight_files(directory: Path) -> tuple[Path, ...]:
     raise ConfigError(f"{directory} has no model.safetensors; copy the weights there")
 
 
+def least_weight_bytes(weight_files: Sequence[Path], itemsize: int) -> int:
+    """The bytes that the tensors of these files take at least, with `itemsize` bytes for each number of the plain ones.
+
+    Raises ConfigError for an unsound file.
+    """
+    total = 0
+    for path in weight_files:
+        for entry in _read_header(path).entries.values():
+            start, end = entry["data_offsets"]
+            plain = _PLAIN_BYTES.get(entry.get("dtype", ""))
+            total += (end - start) // plain * itemsize if plain else end - start
+    return total
+
+
 def _files_of_index(index: Path) -> list[str]:
     """The files that an index names; raises ConfigError for names that lead out of its directory, or too many."""
     files = _read_json(index).get("weight_map")
@@ -128,8 +145,12 @@ def _files_of_index(index: Path) -> list[str]:
 
 def _safetensors_header(path: Path) -> bytes:
     """The bytes of a file's header; raises ConfigError unless its tensors fill the rest of the file exactly."""
+    return _read_header(path).content
+
+
+def _read_header(path: Path) -> SafetensorsHeader:
     try:
-        return read_header(path).content
+        return read_header(path)
     except UnsoundSafetensors as error:
         raise ConfigError(str(error)) from error
 

@@ -10,6 +10,8 @@ import torch
 
 from baton.runner.model.stage import Received, StageModule
 
+_FEW_LOGITS = 256
+
 
 class ProbeStep(NamedTuple):
     """What a model is called with."""
@@ -17,7 +19,7 @@ class ProbeStep(NamedTuple):
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
     rows: torch.Tensor
-    """The rows that give logits: all."""
+    """The rows that give logits: all, unless the step is `with_few_logits`."""
     received: Received | None
     """What the stage before would have sent; None in the first stage."""
 
@@ -37,6 +39,11 @@ class ProbeStep(NamedTuple):
         num_rows = self.rows.shape[0]
         sent = torch.randn(num_rows, width + part.embedding_width, dtype=torch.float32, generator=generator)
         return self._replace(received=Received.of(sent.to(self.rows.device, part.row_dtype), width, dtype).copy())
+
+    @property
+    def with_few_logits(self) -> ProbeStep:
+        """The same in which so many rows give logits as streams may be decoded at once."""
+        return self._replace(rows=self.rows[-_FEW_LOGITS:])
 
     @property
     def with_other_embedding(self) -> ProbeStep:

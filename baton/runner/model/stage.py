@@ -68,6 +68,8 @@ class StageReport:
     """Why none may be."""
     row_dtype: str = ""
     """The dtype of the rows behind its layers."""
+    cache_room: int = 0
+    """Bytes for its part of a KV cache that has what GPUs have left; 0 for a cache of another size."""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -84,7 +86,7 @@ class StageReport:
             report = cls(layers=layers, **read)
             texts = (*report.missed_products, report.why_no_own_loop, report.why_not_fused, report.why_no_given_rows)
             texts += (report.row_dtype,)
-            numbers = (report.embedding_size, report.num_logits, report.row_width)
+            numbers = (report.embedding_size, report.num_logits, report.row_width, report.cache_room)
             if not all(isinstance(text, str) for text in texts) or not all(isinstance(n, int) for n in numbers):
                 raise TypeError(f"{texts} are not texts, or {numbers} not numbers")
             if not isinstance(report.looks_at_embedding, bool):

@@ -14,7 +14,6 @@ from baton.engine.runner import PROBE_BLOCKS
 from baton.errors import ConfigError
 from baton.runner.adapters.model_adapters import ModelAdapters
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
-from baton.runner.backends.cuda.shared_splits import Int32Array, find_in_groups
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.execution.input_batch import FlatBatch
@@ -27,6 +26,7 @@ from baton.runner.model.cached_model import (
     on_device,
     on_device_of_model,
     on_host,
+    sized,
 )
 from baton.runner.model.decode_graphs import DecodeGraphs
 from baton.runner.model.decoder import Decoder, GivenRows, HiddenAndLogits, ModelOutput, given_to
@@ -146,6 +146,7 @@ class Transformer(CachedModel):
                 self._probe_looks_at_embedding(),
                 *self._probe_given_rows(),
                 str(self.sent_dtype),
+                self._room_for_cache(cache, self._try_step),
             )
         )
         require_one_dtype(reports, model.architecture)
@@ -174,9 +175,8 @@ class Transformer(CachedModel):
         if self.stage.count > 1:
             self.cached_layers, self.cache_layout = own_entries, self.layout.part(own_entries)
         if cache is not None:
-            self.allocate_cache(
-                cache.of_larger_blocks(self.layout.block_size // block_size).blocks(self.counted_block_bytes)
-            )
+            cache = sized(cache, reports, self.layout, block_size)
+            self.allocate_cache(cache.blocks(self.counted_block_bytes))
 
     def take_block_size(self, block_size: int) -> None:
         """Let blocks have as many tokens as those of the model that this one drafts for, before they are allocated."""
@@ -336,14 +336,6 @@ class Transformer(CachedModel):
             return None
         return GivenRows(self._tensor(batch.given_at), self._tensor(batch.given).view(self.dtype))
 
-    def _sharing(self, batch: FlatBatch) -> list[Int32Array | None]:
-        """Which sequences share leading blocks, for each group of layers; empty for operations that need not know."""
-        if not isinstance(self._operations, CudaOperations) or not self._operations.attends_together:
-            return []
-        return find_in_groups(
-            batch.block_tables, batch.seq_lens, batch.query_start, self.layout.block_size, self.layout.windows
-        )
-
     def set_rows_per_call(self, rows: int) -> None:
         super().set_rows_per_call(rows)
         if self.decode_graphs is not None:
@@ -385,8 +377,16 @@ class Transformer(CachedModel):
         found = layers_found(architecture, self._module.config, self._part.own_layers, probe, readers)
         return found, sorted(watch.missed)
 
-    def _probe_step(self) -> ProbeStep:
-        num_rows = _PROBE_ROWS * self.row_quantum
+    def _try_step(self, num_rows: int) -> None:
+        """Compute a step of so many rows without attention, to see what memory it takes."""
+        bind(self._module, ProbeAttention(), self._operations.ranks)
+        step = self._probe_step(-(-num_rows // self.row_quantum)).with_few_logits
+        with torch.inference_mode():
+            decoder = self._decoder
+            self._forward(*step) if decoder is None else decoder.compute(*step[:3], False, step.received)
+
+    def _probe_step(self, quanta: int = _PROBE_ROWS) -> ProbeStep:
+        num_rows = quanta * self.row_quantum
         step = ProbeStep.of(self._module.config, num_rows, self.max_model_len, self.device)
         return step if self.stage.is_first else step.behind(self._part, self._width, self.dtype)
 

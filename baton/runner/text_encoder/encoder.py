@@ -154,6 +154,7 @@ class Encoder(CachedModel):
         geometry = self._probe(model.architecture)
         self.layout = self.cache_layout = KVLayout(block_size, (geometry,), model.dtype)
         most = -(-max(_MOST_TOKENS, 2 * self.max_length) // block_size)
+        cache = cache.with_room([self._room_for_cache(cache)], [self.layout.block_bytes], PROBE_BLOCKS)
         num_blocks = min(cache.blocks(self.layout.block_bytes), most)
         # Not written now: steps may never need all of it.
         elements = (num_blocks + PROBE_BLOCKS) * self.layout.block_elements

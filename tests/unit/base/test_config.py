@@ -9,6 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from baton.config import NodeConfig, RouterConfig, UpConfig, bundled_model_dir, config_file, load
+from baton.config.node import NodeSettings
+from baton.config.setting import flags_of
 from baton.errors import ConfigError, UsageError
 
 NODE = {"role": "prefill", "node_id": "p0", "registry": "redis://r"}
@@ -34,6 +36,21 @@ def test_settings_without_a_source_have_their_defaults() -> None:
     assert load(NodeConfig, NODE | {"runner": "simulated"}, {}).config.served_model_name == "simulated"
     assert config.num_threads >= 1
     assert load(UpConfig, {}, {}).config.grpc_port == 50051
+
+
+def test_a_node_on_a_gpu_has_the_defaults_of_a_gpu_where_nobody_gave_a_value() -> None:
+    config = load(NodeConfig, NODE | {"max_num_seqs": 64}, {"BATON_BLOCK_SIZE": "16"}).config
+    on_gpu = config.on_gpu()
+    sizes = (on_gpu.block_size, on_gpu.kv_cache_memory, on_gpu.max_num_batched_tokens, on_gpu.max_num_seqs)
+    assert sizes == (16, 0, 8192, 64)
+    assert load(NodeConfig, NODE, {}).config.on_gpu().block_size == 64
+    assert on_gpu.orphan_grace_s == config.orphan_grace_s
+
+
+def test_what_depends_on_a_nodes_device_is_passed_on_only_if_it_was_given() -> None:
+    given = flags_of(load(UpConfig, {"block_size": "16"}, {}).config, NodeSettings)
+    assert given["--block-size"] == "16"
+    assert not given.keys() & {"--kv-cache-memory", "--max-num-batched-tokens", "--max-num-seqs"}
 
 
 def test_flags_override_the_environment_which_overrides_the_file_and_the_defaults(file: Path) -> None:

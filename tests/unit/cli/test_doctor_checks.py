@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton import __version__
-from baton.cli.views.doctor_checks import Facts, Finding, Level, ModelFacts, run_checks, worst_level
+from baton.cli.views.doctor_checks import Facts, Finding, GpusFacts, Level, ModelFacts, run_checks, worst_level
 from baton.messages.node_model import NodeShape
 from baton.registry.connection import ServerMemory
 
@@ -120,6 +120,12 @@ PROBLEMS: Mapping[Level, Sequence[tuple[dict[str, Any], str, str, str]]] = {
         ),
         ({"ports_in_use": frozenset({50051})}, "port", f"{IN_USE}: 50051", "--grpc-port"),
         ({"ports_in_use": frozenset({8000})}, "port", f"{IN_USE}: 8000", "--http-port"),
+        (
+            {"gpus": GpusFacts([("H100", 2 * GIB, 4 * GIB)], "535.1", "too old")},
+            "gpu",
+            "H100 (2.0 GiB of 4.0 GiB free), driver 535.1; the CPU computes: too old",
+            "--device cpu",
+        ),
     ],
     Level.CRITICAL: [
         ({"disk_free": MIB}, "disk", "1.0 MiB free for /tmp/baton-0, where logs go", "--run-dir"),

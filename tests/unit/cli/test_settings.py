@@ -132,7 +132,10 @@ def test_config_view_shows_every_setting_and_no_internal_one(
     monkeypatch.chdir(tmp_path)
     assert main(["config", "view", command, "-o", "json"]) == 0
     assert set(json.loads(capsys.readouterr().out)) == set(public_settings(MODELS[command]))
-    assert {key for key in settings_of(NodeConfig) if key not in public_settings(NodeConfig)} == {"notify_fd"}
+    assert {key for key in settings_of(NodeConfig) if key not in public_settings(NodeConfig)} == {
+        "gpu_sharers",
+        "notify_fd",
+    }
 
 
 def test_flags_of_baton_up_reach_the_processes_that_have_the_setting(

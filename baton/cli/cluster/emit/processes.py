@@ -40,6 +40,9 @@ def emitted_processes(config: UpConfig, file: Path | None, cores: int | None = N
         command, flags = command_and_flags(child.command)
         environment = {name: value for name, value in child.environment.items() if name != REGISTRY}
         dropped = set(_OF_THIS_MACHINE)
+        if cores is None or not config.device.startswith("cuda"):
+            # It is not known which nodes will have a GPU in common.
+            dropped.add("--gpu-sharers")
         if cores is None and config.threads is None:
             # The number of cores differs between machines, so each process finds out itself.
             dropped.add("--threads")
@@ -62,8 +65,9 @@ def shared_flags(processes: Sequence[EmittedProcess]) -> dict[str, str]:
 
 
 def _without_defaults(flags: Mapping[str, str], model: type[BaseModel]) -> dict[str, str]:
-    """The flags that give a setting another value than its default."""
+    """The flags that give a setting another value than its default. One that depends on the device is kept."""
     defaults: dict[str, str] = {}
     for setting in settings_of(model).values():
-        defaults |= setting.with_value(setting.default)
+        if setting.on_gpu is None:
+            defaults |= setting.with_value(setting.default)
     return {flag: value for flag, value in flags.items() if defaults.get(flag) != value}

@@ -85,6 +85,8 @@ def node_planner(config: UpConfig, registry: str, cores: int, file: Path | None,
     threads = str(config.threads_per_node(cores))
     variables = _variables(config, registry)
     every_node = _shared_flags(config, NodeSettings, file) | {"--threads": threads}
+    if config.device != "cpu" and config.num_nodes > 1:
+        every_node["--gpu-sharers"] = str(config.num_nodes)
 
     def node(role: str, index: int, number: int) -> ChildSpec:
         flags = every_node | _node_flags(config, role, index, number)

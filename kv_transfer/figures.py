@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from baton.errors import TransferCause
-from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
+from baton.messages.node_report import FailedProbe, HandoffReport, MeasuredPair, RefusedLink
 from baton.observe.metrics import Distribution, Figure, Histogram, by_label, declared_figures
 from kv_transfer.receiver.transfer_values import TRANSFER_TABLE, ReadHistograms, TransferState
 
@@ -56,6 +56,15 @@ def refusal_figures(refused: Sequence[RefusedLink]) -> list[Figure]:
     """Metrics of links that were refused and have not opened since."""
     text = "Links to this peer that were refused since the last one that opened."
     return [Figure("kv_refused_links", text, link.count, {"peer": link.peer, "cause": link.cause}) for link in refused]
+
+
+def pair_figures(pairs: Sequence[MeasuredPair]) -> list[Figure]:
+    """Metrics of how fast KV of each peer is read."""
+    text = "Bytes of this peer's KV that are read in a second, by the latest probe, by the transport that moves them."
+    return [
+        Figure("kv_pair_bytes_per_second", text, pair.bytes_per_second, {"peer": pair.peer, "lane": pair.lane})
+        for pair in pairs
+    ]
 
 
 def probe_figures(outcomes: Mapping[tuple[str, str], int], failed: Sequence[FailedProbe]) -> list[Figure]:

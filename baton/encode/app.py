@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from baton.engine.connector import NullConnector
 from baton.messages.ids import AttemptKey
 from baton.messages.node import StageTimings
-from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
+from baton.messages.node_report import FailedProbe, HandoffReport, MeasuredPair, RefusedLink
 from baton.node.attempts.attempt_times import TransferFigures
 from baton.node.role import NodeRole, RoleContext, Servicer
 from baton.observe.metrics import Distribution, Figure
@@ -23,6 +23,9 @@ class NoHandoffs:
         return ()
 
     def failed_probes(self) -> Sequence[FailedProbe]:
+        return ()
+
+    def slow_pairs(self) -> Sequence[MeasuredPair]:
         return ()
 
 

@@ -103,6 +103,10 @@ KV_PROBE_FAILED = "KvProbeFailed"
 """The name of the condition of two nodes between which a probe of known bytes failed."""
 
 
+KV_PAIR_SLOW = "KvPairSlow"
+"""The name of the condition of two nodes on GPUs between which KV goes through the host."""
+
+
 class ProbeFault(enum.Enum):
     """Why a decode node could not read known bytes of a prefill node."""
 
@@ -131,6 +135,23 @@ class FailedProbe:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredPair:
+    """How fast this node reads the KV of a peer, by the latest join probe of the two."""
+
+    peer: str
+    bytes_per_second: float
+    num_bytes: int
+    """Size of the read that was measured, a block's: of few bytes the time is that of a read, whatever its bytes."""
+    lane: str
+    """The transport that moves it, as the transfer agent calls it (`cuda_ipc/cuda`); empty if it does not say."""
+    from_memory: str
+    """DRAM or VRAM, of the peer."""
+    to_memory: str
+    why_slow: str = ""
+    """In words, for two GPUs between which KV goes through the host; empty otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
 class HandoffReport:
     """A node's part in hand-offs."""
 
@@ -142,6 +163,8 @@ class HandoffReport:
     """Latest first."""
     failed_probes: Sequence[FailedProbe] = ()
     """The pair that began to fail first comes first; at most 64."""
+    pairs: Sequence[MeasuredPair] = ()
+    """Those that this node reads from, by name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from baton.engine.connector import KVConnector, KVTransferOutput
 from baton.engine.runner import ModelRunner
 from baton.messages.ids import AttemptKey
 from baton.messages.node import StageTimings
-from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
+from baton.messages.node_report import FailedProbe, HandoffReport, MeasuredPair, RefusedLink
 from baton.node.attempts.attempt_times import TransferFigures
 from baton.observe.metrics import Distribution, Figure
 from baton.registry import Membership
@@ -66,6 +66,10 @@ class HandoffEnd(Protocol):
 
     def failed_probes(self) -> Sequence[FailedProbe]:
         """The failed probes of that report, at low cost."""
+        ...
+
+    def slow_pairs(self) -> Sequence[MeasuredPair]:
+        """The pairs of that report that are too slow, at low cost."""
         ...
 
 

@@ -150,7 +150,8 @@ class NodeService:
         """Send a report to every router that got none for a while, as a sign of life. Runs until cancelled."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            notice = handoff_notice(self._role.handoff.refused_links(), self._role.handoff.failed_probes())
+            end = self._role.handoff
+            notice = handoff_notice(end.refused_links(), end.failed_probes(), end.slow_pairs())
             self._streams.tell_notice(self.draining.gave_up or notice)
             self._streams.beat()
 

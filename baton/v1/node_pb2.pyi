@@ -678,18 +678,20 @@ class ComputePath(_message.Message):
     def __init__(self, part: _Optional[str] = ..., runs: _Optional[str] = ..., why_not_faster: _Optional[str] = ...) -> None: ...
 
 class HandoffReport(_message.Message):
-    __slots__ = ("layout", "open", "ended", "refused_links", "failed_probes")
+    __slots__ = ("layout", "open", "ended", "refused_links", "failed_probes", "pairs")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_LINKS_FIELD_NUMBER: _ClassVar[int]
     FAILED_PROBES_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
     layout: str
     open: _containers.RepeatedCompositeFieldContainer[OpenHandoff]
     ended: _containers.RepeatedCompositeFieldContainer[EndedHandoffs]
     refused_links: _containers.RepeatedCompositeFieldContainer[RefusedLink]
     failed_probes: _containers.RepeatedCompositeFieldContainer[FailedProbe]
-    def __init__(self, layout: _Optional[str] = ..., open: _Optional[_Iterable[_Union[OpenHandoff, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[EndedHandoffs, _Mapping]]] = ..., refused_links: _Optional[_Iterable[_Union[RefusedLink, _Mapping]]] = ..., failed_probes: _Optional[_Iterable[_Union[FailedProbe, _Mapping]]] = ...) -> None: ...
+    pairs: _containers.RepeatedCompositeFieldContainer[MeasuredPair]
+    def __init__(self, layout: _Optional[str] = ..., open: _Optional[_Iterable[_Union[OpenHandoff, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[EndedHandoffs, _Mapping]]] = ..., refused_links: _Optional[_Iterable[_Union[RefusedLink, _Mapping]]] = ..., failed_probes: _Optional[_Iterable[_Union[FailedProbe, _Mapping]]] = ..., pairs: _Optional[_Iterable[_Union[MeasuredPair, _Mapping]]] = ...) -> None: ...
 
 class OpenHandoff(_message.Message):
     __slots__ = ("attempt", "side", "state", "peer", "peer_incarnation", "num_blocks", "age_s")
@@ -746,6 +748,24 @@ class FailedProbe(_message.Message):
     age_s: float
     count: int
     def __init__(self, peer: _Optional[str] = ..., fault: _Optional[_Union[ProbeFault, str]] = ..., detail: _Optional[str] = ..., age_s: _Optional[float] = ..., count: _Optional[int] = ...) -> None: ...
+
+class MeasuredPair(_message.Message):
+    __slots__ = ("peer", "bytes_per_second", "num_bytes", "lane", "from_memory", "to_memory", "why_slow")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    FROM_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    TO_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    WHY_SLOW_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    bytes_per_second: float
+    num_bytes: int
+    lane: str
+    from_memory: str
+    to_memory: str
+    why_slow: str
+    def __init__(self, peer: _Optional[str] = ..., bytes_per_second: _Optional[float] = ..., num_bytes: _Optional[int] = ..., lane: _Optional[str] = ..., from_memory: _Optional[str] = ..., to_memory: _Optional[str] = ..., why_slow: _Optional[str] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ()

@@ -19,7 +19,9 @@ The rules that it keeps:
    come after the others, and requests don't wait for a block longer than for a probe: they are refused.
 5. A read that was started is never taken back. It may write to its probe block whenever it likes: that can make the
    probe fail that uses the block then, and none pass. A sender has one such read at most.
-6. After a failure both nodes show the condition, requests for the pair are refused at once, and the pair is probed
+6. The block that is read last and is right is read a few times more, without a digest: the quickest read gives the rate
+   of the pair (`pair_rates.py`). The sender is told only then, since it may make no progress afterwards.
+7. After a failure both nodes show the condition, requests for the pair are refused at once, and the pair is probed
    again after a pause that doubles. The condition goes when a probe passes, or the sender is gone.
 """
 
@@ -28,6 +30,7 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from baton.clock import Clock
 from baton.errors import TransferCause, TransferFailed
@@ -37,6 +40,7 @@ from baton.messages.node_report import FailedProbe, ProbeFault
 from kv_transfer.link.failures import FailedProbes, count_outcome
 from kv_transfer.link.link_messages import AskProbe, ProbeReady, ProbeResult
 from kv_transfer.receiver.block_map import BlockMap
+from kv_transfer.receiver.pair_rates import PairRates, ReadTiming
 from kv_transfer.receiver.probe_values import (
     PROBE_TABLE,
     EndLink,
@@ -50,6 +54,7 @@ from kv_transfer.receiver.probe_values import (
     ReadProbe,
     RefuseWaiting,
     ReportFailure,
+    ReportSlow,
 )
 from kv_transfer.receiver.transfer_values import AbandonRead, TellSender
 
@@ -64,8 +69,10 @@ class JoinProbes:
         clock: Clock,
         times: ProbeTimes | None = None,
         new_nonce: Callable[[], str] = secrets.token_hex,
+        memory_kind: str = "",
     ) -> None:
-        """`new_nonce`: returns text that it never returned before, and that nobody can guess."""
+        """`new_nonce`: returns text that it never returned before, and that nobody can guess. `memory_kind`: of this
+        node's blocks, DRAM or VRAM."""
         self._node_id = node_id
         self._incarnation = incarnation
         self._clock = clock
@@ -84,6 +91,8 @@ class JoinProbes:
         self._again: dict[str, tuple[Peer, float]] = {}
         """When to probe each failed sender again, by incarnation."""
         self._last_number = 0
+        self.rates = PairRates(node_id, memory_kind)
+        """Those of senders whose memory is connected and proven."""
         self.outcomes: Counter[tuple[str, str]] = Counter()
         """Probes that ended, by sender and outcome: "passed", or the fault."""
         self.counters: Counter[str] = Counter()
@@ -91,12 +100,14 @@ class JoinProbes:
 
     # What the link and the mover did.
 
-    def link_up(self, source: Peer, block_map: BlockMap | None = None, num_groups: int = 1) -> list[ProbeEffect]:
-        """A link to this sender is up; its memory is being connected. `block_map`: None for equal block sizes.
-        `num_groups`: how many groups of layers are to be probed."""
+    def link_up(
+        self, source: Peer, block_map: BlockMap | None = None, num_groups: int = 1, memory_kind: str = ""
+    ) -> list[ProbeEffect]:
+        """A link to this sender is up; its memory, of that kind, is being connected. `block_map`: None for equal block
+        sizes. `num_groups`: how many groups of layers are to be probed."""
         self._last_number += 1
         machine = Machine(f"probe of {source.incarnation}", ProbeState.ASKED, PROBE_TABLE)
-        probe = Probe(source, self._last_number, machine, block_map or BlockMap(), num_groups)
+        probe = Probe(source, self._last_number, machine, block_map or BlockMap(), num_groups, memory_kind)
         self._probes[source.incarnation] = probe
         self._heard(probe)
         if source.incarnation in self._proven:
@@ -147,8 +158,9 @@ class JoinProbes:
             probe.digest_before = digests.get(probe.sizes.reader_parts)
         return []
 
-    def read_done(self, read_id: int) -> list[ProbeEffect]:
-        """All bytes of a read are here, and none of it writes any more."""
+    def read_done(self, read_id: int, num_bytes: int = 0, seconds: float = 0.0, lane: str = "") -> list[ProbeEffect]:
+        """All bytes of a read are here, and none of it writes any more. `lane`: the transport, if it is known; with 0
+        bytes nothing is measured."""
         if self._late_reads.pop(read_id, None) is not None:
             return self._start_waiting()
         probe = self._reading(read_id)
@@ -156,7 +168,8 @@ class JoinProbes:
             return []
         probe.is_read = True
         self._heard(probe)
-        return self._compare(probe)
+        probe.timing.took(num_bytes, seconds, lane)
+        return self._pass(probe) if probe.is_right else self._compare(probe)
 
     def digested(self, read_id: int, digests: Mapping[int, int]) -> list[ProbeEffect]:
         """The digest of what a read brought is known, maybe before `read_done`."""
@@ -216,6 +229,7 @@ class JoinProbes:
     def disconnected(self, incarnation: str) -> None:
         """The sender's memory is disconnected: the next link to it needs a probe. One that has failed stays due."""
         self._proven.discard(incarnation)
+        self.rates.forget(incarnation)
 
     def sender_gone(self, incarnation: str) -> None:
         """The sender's process has ended, and its memory is disconnected."""
@@ -345,7 +359,8 @@ class JoinProbes:
         seed = f"{self._incarnation}/{self._new_nonce()}"
         incarnation, parts = probe.source.incarnation, (probe.sizes.reader_parts, probe.sizes.sender_parts)
         where = (probe.local_block, probe.remote_block)
-        return [ReadProbe(probe.read_id, incarnation, *where, seed, *parts, probe.group)]
+        probe.order = ReadProbe(probe.read_id, incarnation, *where, seed, *parts, probe.group)
+        return [probe.order]
 
     def _compare(self, probe: Probe) -> list[ProbeEffect]:
         """End a probe whose bytes and digest are here."""
@@ -355,16 +370,28 @@ class JoinProbes:
             return self._fail(probe, ProbeFault.WRONG_BYTES, "the read reported success and brought nothing")
         if probe.digest != probe.known_digest:
             return self._fail(probe, ProbeFault.WRONG_BYTES, "other bytes arrived")
-        incarnation, node_id = probe.source.incarnation, probe.source.node_id
-        tell = TellSender(incarnation, ProbeResult(probe.number, probe.digest))
         if probe.group + 1 < probe.num_groups:
-            return [tell, self._ask_next_group(probe), *self._start_waiting()]
+            return [self._tell_digest(probe), self._ask_next_group(probe), *self._start_waiting()]
+        probe.is_right = True
+        return self._pass(probe)
+
+    def _pass(self, probe: Probe) -> list[ProbeEffect]:
+        """End a probe whose bytes are right, once its reads are timed."""
+        if probe.timing.wants_more and probe.order is not None:
+            probe.is_read = False
+            return [replace(probe.order, seed="")]
+        incarnation, node_id = probe.source.incarnation, probe.source.node_id
         probe.machine.feed(ProbeEvent.MATCH)
         self._proven.add(incarnation)
         self._failed.passed(incarnation, node_id)
         self._again.pop(incarnation, None)
         count_outcome(self.outcomes, node_id, "passed")
-        return [tell, PairProven(incarnation), *self._start_waiting()]
+        why_slow = self.rates.measured(incarnation, node_id, probe.memory_kind, probe.timing)
+        slow = [ReportSlow(why_slow)] if why_slow else []
+        return [self._tell_digest(probe), PairProven(incarnation), *slow, *self._start_waiting()]
+
+    def _tell_digest(self, probe: Probe) -> TellSender:
+        return TellSender(probe.source.incarnation, ProbeResult(probe.number, probe.digest or 0))
 
     def _ask_next_group(self, probe: Probe) -> TellSender:
         """Ask for known bytes again, to be read as a block of the next group of layers."""
@@ -372,6 +399,7 @@ class JoinProbes:
         self._last_number += 1
         probe.number, probe.group = self._last_number, probe.group + 1
         probe.read_id, probe.is_read, probe.digest, probe.digest_before = 0, False, None, None
+        probe.timing = ReadTiming()
         self._heard(probe)
         return TellSender(probe.source.incarnation, AskProbe(probe.number, probe.group))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.errors import TransferFailed
 from baton.machine import Machine
 from baton.messages.ids import Peer
 from baton.messages.node_report import ProbeFault
 from kv_transfer.receiver.block_map import BlockMap
+from kv_transfer.receiver.pair_rates import ReadTiming
 from kv_transfer.receiver.transfer_values import AbandonRead, TellSender
 
 
@@ -22,7 +23,7 @@ class ProbeState(enum.Enum):
     """The known bytes are there. They can't be read yet: the sender's memory is not connected, no probe block is free
     here, or an earlier probe's read from this sender still runs."""
     READING = enum.auto()
-    """The known bytes are being read, or their digest is being computed."""
+    """The known bytes are being read, or their digest is being computed, or they are read again to be timed."""
     PASSED = enum.auto()
     """The bytes that were read are the known ones: the pair may be used."""
     FAILED = enum.auto()
@@ -71,6 +72,7 @@ class ReadProbe:
     local_block: int
     remote_block: int
     seed: str
+    """Empty: read alone, to be timed; nothing is filled or digested."""
     local_parts: int = 1
     """Sub-blocks in a local block: the last one is filled by the read. 1: it is the whole block."""
     remote_parts: int = 1
@@ -127,7 +129,24 @@ class ReportFailure:
     count: int
 
 
-ProbeEffect = TellSender | ReadProbe | AbandonRead | PairProven | EndLink | RefuseWaiting | ProbeAgain | ReportFailure
+@dataclass(frozen=True, slots=True)
+class ReportSlow:
+    """Log that a pair of GPUs moves KV through the host."""
+
+    detail: str
+
+
+ProbeEffect = (
+    TellSender
+    | ReadProbe
+    | AbandonRead
+    | PairProven
+    | EndLink
+    | RefuseWaiting
+    | ProbeAgain
+    | ReportFailure
+    | ReportSlow
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +172,8 @@ class Probe:
     sizes: BlockMap
     num_groups: int
     """How many groups of layers are probed, one after the other."""
+    memory_kind: str = ""
+    """Kind of the sender's memory."""
     group: int = 0
     """The one that is probed now."""
     is_connected: bool = False
@@ -168,6 +189,11 @@ class Probe:
     digest: int | None = None
     """Digest of what was read; None: not known yet."""
     is_read: bool = False
+    is_right: bool = False
+    """The bytes of all groups are the known ones, and are read again to be timed."""
+    order: ReadProbe | None = None
+    """The read that was ordered."""
+    timing: ReadTiming = field(default_factory=ReadTiming)
     quiet_ticks: int = 0
     num_spared: int = 0
     next_tick_at: float = 0.0

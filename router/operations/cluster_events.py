@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from baton.messages.node_report import KV_PROBE_FAILED
+from baton.messages.node_report import KV_PAIR_SLOW, KV_PROBE_FAILED
 from baton.messages.operator import ClusterEvent
 from baton.registry.desired import DesiredState
 from router.placement.known_node import NodeState
@@ -117,8 +117,9 @@ def _node_changes(before: ClusterSnapshot, after: ClusterSnapshot) -> Iterator[C
 
 
 def _reason_of_notice(node: NodeSnapshot) -> str:
-    if node.notice.startswith(KV_PROBE_FAILED):
-        return KV_PROBE_FAILED
+    for condition in (KV_PROBE_FAILED, KV_PAIR_SLOW):
+        if node.notice.startswith(condition):
+            return condition
     # A node that drains opens no link.
     return "DrainGaveUp" if node.state is NodeState.DRAINING else "LinkRefused"
 

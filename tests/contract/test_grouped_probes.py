@@ -18,6 +18,7 @@ from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import OwnPart, PartsMover
 from kv_transfer.receiver.join_probe import JoinProbes
+from kv_transfer.receiver.pair_rates import TIMED_READS
 from kv_transfer.receiver.probe_values import ProbeState, ProbeTimes
 from kv_transfer.receiver.transfer import TransferBook
 from tests.doubles.fake_clock import FakeClock
@@ -81,7 +82,11 @@ async def test_a_sender_is_used_once_each_group_was_read() -> None:
         await sender.recorder.wait_until(lambda: not sender.handoff.probes.num_open)
         assert sender.handoff.probes.outcomes == {("d0", "passed"): 2}, "one for each group"
         assert intake.probes.outcomes == {("p0", "passed"): 1}
-        assert [part.figures.bytes_arrived for part in intake.mover.parts] == [LAYOUT.block_bytes] * 2
+        in_time = LAYOUT.block_bytes * TIMED_READS  # of the last group alone
+        assert [part.figures.bytes_arrived for part in intake.mover.parts] == [
+            LAYOUT.block_bytes,
+            LAYOUT.block_bytes + in_time,
+        ]
 
 
 async def test_a_part_that_has_no_layer_of_the_first_group_is_probed_too() -> None:

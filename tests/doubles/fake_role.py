@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from baton.messages.ids import AttemptKey
 from baton.messages.node import StageTimings
-from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
+from baton.messages.node_report import FailedProbe, HandoffReport, MeasuredPair, RefusedLink
 from baton.node.attempts.attempt_times import TransferFigures
 from baton.node.role import Servicer
 from baton.observe.metrics import Figure
@@ -78,3 +78,6 @@ class FakeRole:
 
     def failed_probes(self) -> Sequence[FailedProbe]:
         return self.reported.failed_probes
+
+    def slow_pairs(self) -> Sequence[MeasuredPair]:
+        return [pair for pair in self.reported.pairs if pair.why_slow]

@@ -12,7 +12,14 @@ from baton.cli.views.rows import lease_json, oldest_first
 from baton.messages.adapters import NodeAdapter
 from baton.messages.node import LoadReport, NodeDescription
 from baton.messages.node_model import in_order
-from baton.messages.node_report import KV_PROBE_FAILED, HandoffReport, NodeReport, RankReport
+from baton.messages.node_report import (
+    KV_PAIR_SLOW,
+    KV_PROBE_FAILED,
+    HandoffReport,
+    MeasuredPair,
+    NodeReport,
+    RankReport,
+)
 from baton.messages.operator import NodeStatus
 from baton.model_formats.model_types import registered_types
 
@@ -36,6 +43,10 @@ def node_lines(status: NodeStatus, report: NodeReport | None) -> list[str]:
     for title, section in sections.items():
         lines += ["", f"{title}:", *(f"  {line}" for line in section)]
     return lines
+
+
+_SMALL_READ = 1 << 20
+"""A read of fewer bytes takes longer than these do."""
 
 
 def node_json(status: NodeStatus, report: NodeReport | None) -> dict[str, Any]:
@@ -62,6 +73,7 @@ def node_json(status: NodeStatus, report: NodeReport | None) -> dict[str, Any]:
         "oldest_lease_age_s": _oldest_s(handoff),
         "ended_transfers": [asdict(ended) for ended in handoff.ended],
         "refused_links": [asdict(link) for link in handoff.refused_links],
+        "pairs": [asdict(pair) for pair in handoff.pairs],
         "failed_probes": [asdict(probe) | {"fault": probe.fault.value} for probe in handoff.failed_probes],
     }
     return {"status": asdict(status), "report": document}
@@ -176,6 +188,8 @@ def _handoff_sections(report: NodeReport) -> dict[str, list[str]]:
     sections = {"Transfers" if _is_reader(report) else "Leases": _fields(open_now) + _ended(handoff)}
     if handoff.refused_links:
         sections["Refused links"] = _refused(handoff)
+    if handoff.pairs:
+        sections["Reads"] = _pairs(handoff)
     if handoff.failed_probes:
         sections[KV_PROBE_FAILED] = _failed(handoff)
     return sections
@@ -194,6 +208,17 @@ def _refused(handoff: HandoffReport) -> list[str]:
     for link in handoff.refused_links:
         lines += [_latest(link.peer, link.cause, link.count, link.age_s), f"  {link.story}"]
     return lines
+
+
+def _pairs(handoff: HandoffReport) -> list[str]:
+    """How fast the KV of each peer is read, and over what."""
+    lines = _fields([(f"From {pair.peer}", _rate(pair)) for pair in handoff.pairs])
+    return lines + [f"{KV_PAIR_SLOW}: {pair.why_slow}" for pair in handoff.pairs if pair.why_slow]
+
+
+def _rate(pair: MeasuredPair) -> str:
+    least, lane = "at least " if pair.num_bytes < _SMALL_READ else "", pair.lane or "a lane that UCX does not name"
+    return f"{least}{pair.bytes_per_second / 1e9:.2f} GB/s, {pair.from_memory} to {pair.to_memory} over {lane}"
 
 
 def _failed(handoff: HandoffReport) -> list[str]:

@@ -22,7 +22,7 @@ from baton.errors import TransferCause, TransferFailed
 from baton.failpoints import failpoint
 from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import StageTimings
-from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
+from baton.messages.node_report import FailedProbe, HandoffReport, MeasuredPair, RefusedLink
 from baton.node.kv.holders import Holders
 from baton.node.kv.pair_prober import PairProber
 from baton.node.kv.sender_links import AbsentSenders, SenderLinks
@@ -101,10 +101,12 @@ class Intake:
         peers: PeerAccess = DIRECT,
         layout: KVLayout | None = None,
         heartbeat_s: float = HEARTBEAT_S,
+        lane: Callable[[], str] = str,
     ) -> None:
         """`make_mover` gets the callable that takes the mover's events. `tell_engine` posts to the engine's inbox.
         `record` writes to the node's event log. `post` runs a callable on the event loop, from any thread. `layout`: of
-        a block; None: it is not known, so senders have blocks of the same size and layers, in one memory.
+        a block; None: it is not known, so senders have blocks of the same size and layers, in one memory. `lane` names
+        the transport of the latest read, as far as it is known.
         """
         self._identity = identity
         self.mover = make_mover(self._deliver)
@@ -131,6 +133,7 @@ class Intake:
             refuse=lambda incarnation, error: self._carry_out(
                 self._book.refuse_waiting(incarnation, error.cause, error.detail)
             ),
+            lane=lane,
         )
         self._absent = AbsentSenders(self._sender_gone, self._disconnect, peers.probe_port)
         self._layout = layout
@@ -255,8 +258,8 @@ class Intake:
         self.mover.connect(sender)
         if (source := self.links.source(welcome.incarnation)) is not None:
             # Between nodes of one part each the first group takes the same way as all others.
-            is_divided = max(len(sender.parts), len(self.mover.parts)) > 1
-            self._prober.carry_out(self.probes.link_up(source, sizes, len(windows) if is_divided else 1))
+            groups = len(windows) if max(len(sender.parts), len(self.mover.parts)) > 1 else 1
+            self._prober.carry_out(self.probes.link_up(source, sizes, groups, welcome.memory_kind))
 
     def link_received(self, incarnation: str, message: SenderMessage) -> None:
         step, request_id = type(message).__name__, request_of(message)
@@ -323,6 +326,9 @@ class Intake:
     def failed_probes(self) -> Sequence[FailedProbe]:
         return self.probes.failures()
 
+    def slow_pairs(self) -> Sequence[MeasuredPair]:
+        return [pair for pair in self.probes.rates.shown() if pair.why_slow]
+
     def report(self) -> HandoffReport:
         """The report for operators: the layout, open and ended hand-offs, refused links and failed probes."""
         return HandoffReport(
@@ -331,6 +337,7 @@ class Intake:
             ended=self._book.ended_handoffs(),
             refused_links=self.refused_links(),
             failed_probes=self.failed_probes(),
+            pairs=self.probes.rates.shown(),
         )
 
     @property

@@ -9,7 +9,7 @@ from functools import partial
 
 from baton.messages.ids import AttemptKey
 from baton.messages.node import StageTimings
-from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
+from baton.messages.node_report import FailedProbe, HandoffReport, MeasuredPair, RefusedLink
 from baton.node.attempts.attempt_times import TransferFigures
 from baton.node.kv.connector import BothHalves
 from baton.node.kv.intake import Intake
@@ -24,10 +24,12 @@ from baton.runner.blocks.block_digests import block_digests
 from baton.wire.liveness import PeerAccess, is_running
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
+from kv_transfer.backends.ucx_lanes import lane_of_reads
 from kv_transfer.digests import digest_every
 from kv_transfer.figures import (
     failure_figures,
     handshake_figures,
+    pair_figures,
     probe_figures,
     read_figures,
     refusal_figures,
@@ -96,13 +98,14 @@ class KvRole:
                 clock=context.clock,
                 vocab_size=runner.model.vocab_size,
             ),
-            JoinProbes(identity.node_id, identity.incarnation, context.clock),
+            JoinProbes(identity.node_id, identity.incarnation, context.clock, memory_kind=runner.memory.kind),
             context.tell_engine,
             context.record,
             context.post,
             context.clock,
             PeerAccess.of(context.dialer),
             runner.layout,
+            lane=lane_of_reads,
         )
         self._reading = IntakeConnector(self.intake, runner.layout, context.post)
         self._connector = BothHalves(
@@ -176,6 +179,9 @@ class KvRole:
         both = {probe.peer: probe for half in (self.offering, self.intake) for probe in half.failed_probes()}
         return sorted(both.values(), key=lambda probe: -probe.age_s)
 
+    def slow_pairs(self) -> Sequence[MeasuredPair]:
+        return self.intake.slow_pairs()
+
     def figures(self) -> Sequence[Figure | Distribution]:
         intake, offering = self.intake, self.offering
         counts = intake.counts()
@@ -188,5 +194,6 @@ class KvRole:
             *transfer_figures(intake.report()),
             *declared_figures(offering.stats()),
             *refusal_figures(self.refused_links()),
+            *pair_figures(intake.probes.rates.shown()),
             *probe_figures(Counter(offering.probes.outcomes) + intake.probes.outcomes, self.failed_probes()),
         ]

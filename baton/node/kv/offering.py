@@ -29,7 +29,7 @@ from baton.failpoints import failpoint
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import NULL_BLOCK
 from baton.messages.node import StageTimings
-from baton.messages.node_report import KV_PROBE_FAILED, FailedProbe, HandoffReport, RefusedLink
+from baton.messages.node_report import KV_PROBE_FAILED, FailedProbe, HandoffReport, MeasuredPair, RefusedLink
 from baton.observe.log_limit import LimitedLog
 from baton.runner.blocks.digest_definition import BlockDigests
 from baton.wire.liveness import IsRunning, has_ended, is_running, nobody_listens
@@ -419,6 +419,10 @@ class Offering:
 
     def failed_probes(self) -> Sequence[FailedProbe]:
         return self.probes.failures()
+
+    def slow_pairs(self) -> Sequence[MeasuredPair]:
+        """None: the reader measures."""
+        return ()
 
     def report(self) -> HandoffReport:
         """The report for operators: the layout, open hand-offs, refused links and failed probes."""

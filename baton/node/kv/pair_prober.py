@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from baton.background import current_watch
 from baton.errors import TransferFailed
 from baton.messages.ids import Peer
-from baton.messages.node_report import KV_PROBE_FAILED
+from baton.messages.node_report import KV_PAIR_SLOW, KV_PROBE_FAILED
 from baton.observe.log_limit import LimitedLog
 from kv_transfer.link.link_messages import ReaderMessage
 from kv_transfer.mover.part_mover import (
@@ -33,6 +33,7 @@ from kv_transfer.receiver.probe_values import (
     ReadProbe,
     RefuseWaiting,
     ReportFailure,
+    ReportSlow,
 )
 from kv_transfer.receiver.transfer_values import AbandonRead, TellSender
 
@@ -51,10 +52,11 @@ class PairProber:
         end_link: Callable[[str, TransferFailed], None],
         open_link: Callable[[Peer], None],
         refuse: Callable[[str, TransferFailed], None],
+        lane: Callable[[], str] = str,
     ) -> None:
         """`tell` sends a message on the link to an incarnation. `proven` is called when an incarnation may be used.
         `end_link` ends a link with an error; `open_link` opens one, unless there is one. `refuse` refuses
-        the requests that wait for an incarnation.
+        the requests that wait for an incarnation. `lane` names the transport of the latest read, as far as it is known.
         """
         self.probes = probes
         self._mover = mover
@@ -63,6 +65,7 @@ class PairProber:
         self._end_link = end_link
         self._open_link = open_link
         self._refuse = refuse
+        self._lane = lane
         self._watch = current_watch.get()
         self._log = LimitedLog(_log)
         self._timer: asyncio.TimerHandle | None = None
@@ -88,8 +91,8 @@ class PairProber:
                 effects = self.probes.filled(read_id, digests)
             case FillFailed(read_id, detail):
                 effects = self.probes.failed(read_id, detail)
-            case ReadDone(read_id) if read_id < 0:
-                effects = self.probes.read_done(read_id)
+            case ReadDone(read_id, num_bytes, _, seconds) if read_id < 0:
+                effects = self.probes.read_done(read_id, num_bytes, seconds, self._lane())
             case BlocksDigested(read_id, digests) if read_id < 0:
                 effects = self.probes.digested(read_id, digests)
             case DigestsFailed(read_id, detail) if read_id < 0:
@@ -112,8 +115,9 @@ class PairProber:
                 case ReadProbe(read_id, incarnation) as read:
                     local = read.local_sub_block
                     ranges = [ReadRange(local, read.remote_sub_block, 1, read.group)]
-                    self._mover.fill(read_id, read.local_block, read.seed, read.group)
-                    self._mover.read(read_id, incarnation, ranges, (local,), read.local_parts)
+                    if read.seed:
+                        self._mover.fill(read_id, read.local_block, read.seed, read.group)
+                    self._mover.read(read_id, incarnation, ranges, (local,) if read.seed else (), read.local_parts)
                 case AbandonRead(read_id):
                     self._mover.abandon(read_id)
                 case PairProven(incarnation):
@@ -124,6 +128,8 @@ class PairProber:
                     self._refuse(incarnation, error)
                 case ProbeAgain(source):
                     self._open_link(source)
+                case ReportSlow(detail):
+                    self._log.happened("%s: %s", KV_PAIR_SLOW, detail)
                 case ReportFailure(detail, count):
                     self._log.happened("%s, %d in a row: %s", KV_PROBE_FAILED, count, detail)
         self._set_timer()

@@ -17,7 +17,7 @@ from baton.errors import InvalidRequest
 from baton.messages.kv_cache import BlockStored, KVCacheUpdate
 from baton.messages.node import LoadReport, NodeDescription, RequestDelta, Role, StageTimings
 from baton.messages.node_model import Capability
-from baton.messages.node_report import KV_PROBE_FAILED, FailedProbe, RefusedLink
+from baton.messages.node_report import KV_PAIR_SLOW, KV_PROBE_FAILED, FailedProbe, MeasuredPair, RefusedLink
 from baton.registry import NodeRecord
 
 
@@ -115,9 +115,13 @@ def load_of(scheduler: Scheduler, *, draining: bool = False) -> LoadReport:
     )
 
 
-def handoff_notice(refused_links: Sequence[RefusedLink], failed_probes: Sequence[FailedProbe]) -> str:
+def handoff_notice(
+    refused_links: Sequence[RefusedLink],
+    failed_probes: Sequence[FailedProbe],
+    slow_pairs: Sequence[MeasuredPair] = (),
+) -> str:
     """The first of the failed probes and the number of the others; if there are none, why the latest link was refused,
-    if that was in the last minutes; otherwise empty.
+    if that was in the last minutes; otherwise the first pair of GPUs that is slow, or empty.
 
     Each new text is an event of the cluster. So this one stays the same while several pairs fail by turns.
     """
@@ -125,7 +129,8 @@ def handoff_notice(refused_links: Sequence[RefusedLink], failed_probes: Sequence
         others = len(failed_probes) - 1
         more = f" (and {others} more pair{'s' if others > 1 else ''})" if others else ""
         return f"{KV_PROBE_FAILED}: {failed_probes[0].detail}{more}"
-    return next((link.story for link in refused_links if link.age_s < _REFUSAL_SHOWN_S), "")
+    refusals = [link.story for link in refused_links if link.age_s < _REFUSAL_SHOWN_S]
+    return next(iter([*refusals, *(f"{KV_PAIR_SLOW}: {pair.why_slow}" for pair in slow_pairs)]), "")
 
 
 def node_record(node: NodeDescription, started_at: float, lease_s: float, start_number: int = 0) -> NodeRecord:

@@ -26,7 +26,7 @@ from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_module
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
-from gpu.lanes import LANES, read_lanes
+from gpu.lanes import LANES, lane_lines
 from gpu.made_model import BLOCK_SIZE, DTYPES
 from gpu.room import device_of, has_room
 from gpu.shapes import LLAMA_1B, TINY, Shape, made_module
@@ -192,7 +192,7 @@ def _report_lanes(context: StageContext, digests: str, pair: LiveCluster) -> Non
     """Report the lanes of reads, which the decode node's UCX wrote into its log."""
     for name, log in pair.logs.items():
         if name.startswith("decode"):
-            lanes = read_lanes(log.read_text(errors="replace"))
+            lanes = lane_lines(log.read_text(errors="replace"))
             context.report("lane", digests=digests, of=name, reads=lanes or "UCX did not say", ucx=_ucx_settings())
 
 

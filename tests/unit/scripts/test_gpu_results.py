@@ -99,7 +99,7 @@ def test_the_page_is_up_to_date(gpu_results: ModuleType, page: Path) -> None:
 
 
 def test_lanes_are_those_of_reads_between_processes(gpu_results: ModuleType) -> None:
-    from gpu.lanes import read_lanes
+    from gpu.lanes import lane_lines
 
     def table(title: str, kind: str, *rows: str) -> str:
         return "".join(
@@ -116,5 +116,5 @@ def test_lanes_are_those_of_reads_between_processes(gpu_results: ModuleType) -> 
         + table("d-0.x intra-node cfg#1", reads, "0..4000 | copy-out | tcp/lo", "4001..inf | zero-copy | cuda_ipc/cuda")
         * 2
     )
-    assert read_lanes(log) == [f"{reads}: 0..4000: copy-out, tcp/lo", f"{reads}: 4001..inf: zero-copy, cuda_ipc/cuda"]
-    assert read_lanes("") == []
+    assert lane_lines(log) == [f"{reads}: 0..4000: copy-out, tcp/lo", f"{reads}: 4001..inf: zero-copy, cuda_ipc/cuda"]
+    assert lane_lines("") == []

@@ -25,9 +25,8 @@ class DecodeRole(KvRole):
     ) -> None:
         """See `KvRole`."""
         super().__init__(context, make_backend, protocol)
-        runner = context.runner
         self._senders = KnownSenders(
-            own_kv_format(runner.model, runner.layout, protocol), self.intake.sender_joined, self.intake.sender_left
+            own_kv_format(context.runner.model.dtype, self.identity), self.intake.sender_joined, self.intake.sender_left
         )
         self._membership = context.membership
         self._watch = current_watch.get()

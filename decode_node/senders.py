@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 
-from baton.engine.runner import KVLayout, ModelInfo
 from baton.messages.ids import Peer
 from baton.messages.kv_cache import KVFormat
 from baton.registry import Snapshot
+from kv_transfer.layout import LinkIdentity
 
 
-def own_kv_format(model: ModelInfo, layout: KVLayout, link_protocol: int) -> KVFormat:
-    """The format of the KV of this node, which has this model and this layout."""
-    return KVFormat(model.fingerprint, model.numerics, model.dtype, layout.block_size, link_protocol)
+def own_kv_format(dtype: str, identity: LinkIdentity) -> KVFormat:
+    """The format of the KV of this node. `dtype`: that of the model, which the KV's may differ from."""
+    ours = identity.layout
+    return KVFormat(
+        ours.model_fingerprint, ours.numerics, dtype, ours.block_size, identity.protocol, kv_shape=ours.kv_shape
+    )
 
 
 class KnownSenders:
@@ -35,7 +38,7 @@ class KnownSenders:
         fitting = [
             description
             for description in snapshot.values()
-            if description.role == "prefill" and KVFormat.of(description).fits(self._format)
+            if description.role == "prefill" and KVFormat.of(description).fits(self._format, across=True)
         ]
         for record in fitting:
             if record.incarnation not in self._known:

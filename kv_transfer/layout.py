@@ -20,7 +20,9 @@ class LayoutFingerprint:
     """Model, numerics, shape of a block, and how blocks are moved. Only nodes whose fingerprints are equal, apart from
     the number of tokens in a block, exchange blocks.
 
-    The shape alone is not enough: KV of other weights or other kernels has the same shape, and not the same bits.
+    The shape alone is not enough: KV of other weights or other kernels has the same shape, and not the same bits. Two
+    nodes that both say `kv_shape` exchange blocks across numerics all the same, if it is equal; what they read of each
+    other is cached under keys of its own (`Submit.kv_bits`).
     """
 
     model_fingerprint: str
@@ -31,10 +33,13 @@ class LayoutFingerprint:
     """Heads and widths of every layer, as `KVLayout.geometry` writes them."""
     block_bytes: int
     backend: str
+    kv_shape: str = ""
+    """See `NodeDescription.kv_shape`."""
 
     @classmethod
-    def of(cls, model: ModelInfo, layout: KVLayout, backend: str) -> LayoutFingerprint:
-        """The fingerprint of a runner whose blocks `backend` moves."""
+    def of(cls, model: ModelInfo, layout: KVLayout, backend: str, *, across: bool = False) -> LayoutFingerprint:
+        """The fingerprint of a runner whose blocks `backend` moves. `across`: whether nodes of other numerics may read
+        them, and this one theirs."""
         return cls(
             model_fingerprint=model.fingerprint,
             numerics=model.numerics,
@@ -43,10 +48,12 @@ class LayoutFingerprint:
             geometry=layout.geometry,
             block_bytes=layout.block_bytes,
             backend=backend,
+            kv_shape=layout.exchange_shape if across else "",
         )
 
     def __str__(self) -> str:
-        return " ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return " ".join(f"{name}={value}" for name, value in values if name != "kv_shape" or value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,10 @@ def layout_mismatch(
             different = [name for name in different if name not in ("block_size", "block_bytes")]
         else:
             why = " (neither block size divides the other)"
+    if ours.numerics == theirs.numerics:
+        different = [name for name in different if name != "kv_shape"]
+    elif ours.kv_shape and ours.kv_shape == theirs.kv_shape:
+        different.remove("numerics")
     if not different:
         return None
     return f"KV layouts differ in {', '.join(different)}{why}: {here} [{ours}], {there} [{theirs}]"

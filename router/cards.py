@@ -22,6 +22,7 @@ from baton.messages.sampling import SamplingDefaults
 from baton.runner.model.pooling_files import read_pooling
 from baton.runner.spec import SimulatedSpec
 from baton.text.model_files import read_model_files, read_sampling_defaults
+from router.placement.versions import version_of
 from router.placement.view import ClusterView
 
 
@@ -94,6 +95,8 @@ def _fingerprint(nodes: Sequence[NodeDescription]) -> str:
     if not all(node.bit_exact for node in nodes):
         return ""
     of_each = sorted({node.bits for node in nodes})
+    if len({version_of(node, across=True) for node in nodes}) < len(of_each):
+        return ""  # Nodes that pair across numerics: an answer's tokens depend on which of them it gets.
     return "fp_" + (of_each[0] if len(of_each) == 1 else hashlib.sha256("\n".join(of_each).encode()).hexdigest()[:12])
 
 

@@ -29,6 +29,13 @@ class Served:
         Counter[str],
         Metric("request_success_total", "Requests that ended well.", label="finished_reason", keys=("stop", "length")),
     ] = field(default_factory=Counter)
+    not_bit_exact: Annotated[
+        int,
+        Metric(
+            "request_not_bit_exact_total",
+            "Those whose tokens may depend on their nodes: of several numerics, or of a node that is not bit-exact.",
+        ),
+    ] = 0
     prompt_tokens: Annotated[int, Metric("prompt_tokens_total", "Tokens of their prompts.")] = 0
     generation_tokens: Annotated[int, Metric("generation_tokens_total", "Tokens of their answers.")] = 0
     ttft: Annotated[
@@ -56,6 +63,7 @@ class Served:
         self.prompt_tokens += finished.prompt_tokens
         self.generation_tokens += finished.completion_tokens
         self.by_finish_reason[finished.finish_reason] += 1
+        self.not_bit_exact += finished.bit_exact is False
         self.e2e.observe(finished.total_ms / 1e3)
         self.prefill.observe(finished.prefill_ms / 1e3)
         if finished.embedding:

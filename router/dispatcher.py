@@ -288,8 +288,9 @@ class Dispatcher:
         placement = placement_in_record(
             record, positions, {node.incarnation: node for node in self._view.descriptions()}
         )
-        # A client without tokens may be served by any version.
-        origin = record.origin if any(positions) else None
+        # A client without tokens may be served by any version, unless nodes were given some that it is to get.
+        has_begun = any(positions) or (placement is not None and record.num_given > 0)
+        origin = record.origin if has_begun else None
         if placement is None:
             active.start_flight = partial(active.flight.start, record.attempt, origin)
         else:

@@ -240,7 +240,8 @@ class LiveRequests:
                 "live requests have too many bytes of images or prompt_embeds", self._rng.uniform(0.75, 1.25)
             )
         reservation = self.logprob_budget.reserve(request, call.delivery)
-        active = ActiveRequest(request, self._rng.getrandbits(64), answer, queue, call, reservation)
+        flight_id, may_cross = self._rng.getrandbits(64), self.placer.may_cross
+        active = ActiveRequest(request, flight_id, answer, queue, call, reservation, may_cross=may_cross)
         active.admitted_at = self._timers.monotonic()
         begun = self._begun.pop(request.request_id, None)
         if begun is not None and call.takeover > 1:
@@ -350,6 +351,7 @@ class LiveRequests:
                 active.traceparent,
                 flight.takeover,
                 flight.flight_id,
+                flight.origin_with(placement),
             )
             active.has_record = True
 

@@ -184,7 +184,9 @@ class _Core:
         self.tracer = start_tracing(os.environ, "router", config.router_id, self.incarnation)
         self.connect = partial(NodeClient, dialer=Dialer.to_role(CallerRole.NODE, config.cluster, self.tls))
         settings, rules = placement_settings(config), RoomRules(**settings_for(RoomRules, config))
-        self.view = ClusterView(self.timers.monotonic, rules, needs_pairs=settings.require_disaggregation)
+        self.view = ClusterView(
+            self.timers.monotonic, rules, needs_pairs=settings.require_disaggregation, across=settings.across
+        )
         self.placer = Placer(settings)
         self.links = NodeLinks(self.connect, config.router_id, self.timers, self.rng, LinkTimes(), self.incarnation)
         self.cards = CurrentCard(model.card, self.view, self.timers.monotonic, inputs.not_allowed)
@@ -534,4 +536,5 @@ def placement_settings(config: RouterConfig) -> PlacementSettings:
         None if most == "auto" else most,
         ServiceLevel(first or math.inf, each or math.inf),
         config.kv_pulls,
+        config.pair_across_numerics,
     )

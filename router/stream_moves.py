@@ -181,7 +181,7 @@ class StreamMoves:
             candidates = [candidate for candidate in candidates if candidate.node.incarnation == to.incarnation]
             if not candidates:
                 raise NoCapacity(f"{to.node_id} takes no requests now")
-        node = self._requests.placer.choose_move(candidates, active.request, source, flight.origin, now)
+        node = self._requests.placer.choose_move(candidates, active.request, source, flight.origin, now, flight.kv_bits)
         self._requests.feed(active, MoveTo(node, MOST_TOKENS))
         key = flight.moving_to
         if key is None:

@@ -65,6 +65,12 @@ class ClusterSettings(Settings):
         description="Seconds that running requests get to end when a process is stopped, or a node changes its role; "
         "then they continue elsewhere.",
     )
+    pair_across_numerics: bool = Field(
+        False,
+        description="Let nodes with equal weights exchange KV though they compute other bits (a GPU and a CPU, two "
+        "architectures), where no pair of equal numerics is left. Such answers depend on their nodes and say "
+        "`bit_exact: false`. Only between nodes and routers that all have the setting.",
+    )
     api_keys: Path | None = Field(
         None,
         description="File with the hashes of API keys, one of which each caller must show; `baton keys` writes it. "

@@ -134,7 +134,7 @@ class Request:
         "adapter", "append_only_until", "arrival_time", "attempt", "beams", "block_hashes", "client_index",
         "cut_by", "draft_counts", "drafts", "encoder_inputs", "eos_token_ids", "error", "group", "has_new_draft_counts",
         "held_prefix",
-        "is_known", "is_long", "kv_source", "last_logprobs", "leg", "matchers", "move", "num_cached_tokens",
+        "is_known", "is_long", "kv_bits", "kv_source", "last_logprobs", "leg", "matchers", "move", "num_cached_tokens",
         "num_computed_tokens", "num_external_tokens", "num_found_tokens", "num_preemptions", "num_prompt_tokens",
         "num_submitted_tokens", "num_unreported", "outcome", "output_token_ids", "parent_id", "pooling",
         "prompt_logprobs", "prompt_token_ids", "pulled_end", "queue_position", "reader_block_size", "repetition",
@@ -158,6 +158,7 @@ class Request:
         turn_in_s: float = 0.0,
         held_prefix: HeldPrefix | None = None,
         cut_by: int = 0,
+        kv_bits: str = "",
     ) -> None:
         """`spec`: what is computed; the runner has its adapter loaded, or loads it before the request is scheduled.
         `output_token_ids`: tokens that an earlier attempt generated, which generation continues; one sequence only.
@@ -165,6 +166,7 @@ class Request:
         `attempt`: its name towards routers and other nodes, where there are any.
         `held_prefix`: where the KV of its first tokens may be pulled from.
         `cut_by`: of a decode leg to which a stream is moved, see `Submit.cut_by`.
+        `kv_bits`: see `Submit.kv_bits`.
         `turn_in_s`: how many seconds after its arrival it is its turn, where requests are served in turn.
 
         Raises ValueError for arguments that contradict each other.
@@ -210,6 +212,7 @@ class Request:
         self.cut_by = cut_by
         """Until the KV of a stream that is moved here has arrived: how many tokens it may have by then, for which
         blocks are reserved; 0: none is moved here."""
+        self.kv_bits = kv_bits
         self.move: MoveOut | None = None
         """While it is moved to another node: where to."""
         self.seen_from = 0
@@ -405,6 +408,7 @@ class Request:
             arrival_time=self.arrival_time,
             attempt=self.attempt,
             turn_in_s=self.turn_in_s,
+            kv_bits=self.kv_bits,
         )
         sibling.root_id, sibling.sequence_index = self.root_id, sequence_index
         sibling.take_prompt(self.prompt_token_ids)

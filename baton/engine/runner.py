@@ -235,6 +235,14 @@ class KVLayout:
         layers = ",".join(f"{count}*{geometry}" for geometry, count in runs)
         return layers if len(self.groups) == 1 else f"{layers} in {' '.join(map(str, self.groups))}"
 
+    @property
+    def exchange_shape(self) -> str:
+        """What must be equal for nodes of other numerics to read each other's blocks: the dtype and the geometry, and
+        where states are kept, which are there at the ends of blocks alone, the size of blocks.
+        """
+        shape = f"{self.dtype} {self.geometry}"
+        return f"{shape} by {self.block_size}" if self.keeps_states else shape
+
 
 PROBE_BLOCKS = 4
 """Number of probe blocks behind a runner's cache: on a reader, so many peers can be probed at once."""

@@ -231,6 +231,9 @@ class Finished:
     draft_counts: DraftCounts = NO_DRAFTS
     """Counts of the drafts of all sequences. Those of attempts that ended before the router resumed the request are
     missing."""
+    bit_exact: bool | None = None
+    """Whether its tokens are a function of the request alone: False if nodes of several numerics have computed them, or
+    a node that is not bit-exact. None: an older router does not say it."""
 
 
 GenerateEvent = Accepted | PromptLogprobs | Chunk | SequenceFinished | Finished

@@ -75,6 +75,8 @@ class _HasKVFormat(Protocol):
     def block_size(self) -> int: ...
     @property
     def link_protocol(self) -> int: ...
+    @property
+    def kv_shape(self) -> str: ...
 
 
 class KVFormat(NamedTuple):
@@ -90,33 +92,42 @@ class KVFormat(NamedTuple):
     """Tokens in a block."""
     link_protocol: int
     """Version of the protocol between nodes that hands KV over; 0: not known."""
+    kv_shape: str = ""
+    """See `NodeDescription.kv_shape`. Nodes of equal numerics fit whatever it is."""
 
     @classmethod
     def of(cls, node: _HasKVFormat) -> KVFormat:
         """The format of the node with this description or record."""
-        return cls(node.model_fingerprint, node.numerics, node.dtype, node.block_size, node.link_protocol)
+        decided_by = node.model_fingerprint, node.numerics, node.dtype
+        return cls(*decided_by, node.block_size, node.link_protocol, node.kv_shape)
 
-    def fits(self, other: KVFormat) -> bool:
+    def fits(self, other: KVFormat, *, across: bool = False) -> bool:
         """Whether nodes of these two formats can exchange KV: all must be equal but the block sizes, which must fit.
 
-        The sizes may differ from version 6 of the protocol on.
+        The sizes may differ from version 6 of the protocol on. `across`: the numerics may differ, too, between nodes
+        that both say the shape of their KV.
         """
-        return self == other or (
-            self.model_fingerprint == other.model_fingerprint
-            and self._replace(block_size=other.block_size) == other
-            and self._sizes_fit(other)
-        )
+        if self == other:
+            return True
+        if self.model_fingerprint != other.model_fingerprint:
+            return False
+        crosses = across and self.kv_shape != "" and self.kv_shape == other.kv_shape
+        numerics = other.numerics if crosses else self.numerics
+        alike = self._replace(numerics=numerics, block_size=other.block_size, kv_shape=other.kv_shape)
+        return alike == other and self._sizes_fit(other)
 
     def misfits(self, other: KVFormat) -> list[str]:
         """The names of the fields because of which the two formats don't fit."""
         return [
             name
             for name, ours, theirs in zip(self._fields, self, other, strict=True)
-            if ours != theirs and not (name == "block_size" and self._sizes_fit(other))
+            if ours != theirs
+            if not (name == "block_size" and self._sizes_fit(other))
+            if not (name == "kv_shape" and self.numerics == other.numerics)
         ]
 
     def _sizes_fit(self, other: KVFormat) -> bool:
-        return (
+        return self.block_size == other.block_size or (
             block_sizes_fit(self.block_size, other.block_size)
             and min(self.link_protocol, other.link_protocol) >= _FIRST_PROTOCOL_OF_OTHER_SIZES
         )

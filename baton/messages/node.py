@@ -117,6 +117,9 @@ class NodeDescription:
     """Names what decides the rows of its encoder, beside model and dtype; empty: `numerics` does."""
     takes_moves: bool = False
     """Whether streams can be moved from and to it (`MoveOut`); False: an earlier version, or it decodes none."""
+    kv_shape: str = ""
+    """The dtype and the shape of its KV, where it may exchange that with nodes of other numerics whose KV has the same
+    (`--pair-across-numerics`); empty: it exchanges KV with nodes of equal numerics alone, or an earlier version."""
 
     @property
     def can(self) -> frozenset[Capability]:
@@ -130,7 +133,16 @@ class NodeDescription:
         The dtype of the KV cache is part of `numerics` where it is not that of the model. Nodes that are not bit-exact
         have other `bits` than those that are, and equal ones say of them only that they serve the same model.
         """
-        return _bits(self.model_fingerprint, self.dtype, self.numerics, self.bit_exact)
+        return bits_of(self.model_fingerprint, self.dtype, self.numerics, self.bit_exact)
+
+    @property
+    def family(self) -> str:
+        """Names the nodes, of whatever numerics, with which it may exchange KV: those of equal `family`. Empty: none of
+        other numerics. What they compute together is not bit-exact. A node that is not bit-exact by itself has none.
+        """
+        return (
+            bits_of(self.model_fingerprint, self.dtype, self.kv_shape, True) if self.kv_shape and self.bit_exact else ""
+        )
 
     @property
     def takes_pooling(self) -> bool:
@@ -155,7 +167,8 @@ class NodeDescription:
 
 
 @lru_cache(maxsize=256)
-def _bits(model_fingerprint: str, dtype: str, numerics: str, bit_exact: bool) -> str:
+def bits_of(model_fingerprint: str, dtype: str, numerics: str, bit_exact: bool) -> str:
+    """A name for these values, see `NodeDescription.bits`; for `family` the shape of the KV is in place of numerics."""
     decided_by = "\n".join((model_fingerprint, dtype, numerics, *(() if bit_exact else ("not bit-exact",))))
     return hashlib.sha256(decided_by.encode()).hexdigest()[:12]
 
@@ -192,6 +205,10 @@ class Submit:
     itself; None: the router knows of none from which that would pay."""
     cut_by: int = 0
     """For a decode leg to which a stream is moved, see `MoveOut.cut_by`; 0: its source computes the prompt alone."""
+    kv_bits: str = ""
+    """For a decode leg that gets KV which nodes of other numerics have computed: a name of their bits. The blocks of
+    such a leg are cached under keys of that name, since nothing that is bit-exact may find them. Empty: all of its KV
+    is computed under the node's own numerics."""
 
     @property
     def num_sequences(self) -> int:

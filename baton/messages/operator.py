@@ -329,6 +329,8 @@ class Timeline:
     """Tokens that were drafted and verified; see `Finished.draft_counts`."""
     accepted_draft_tokens: int = 0
     """The drafted tokens that are tokens of the output."""
+    bit_exact: bool | None = None
+    """See `Finished.bit_exact`."""
 
     @property
     def starts_ns(self) -> Sequence[int]:

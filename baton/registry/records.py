@@ -67,6 +67,8 @@ class NodeRecord:
     """Stages of consecutive layers, of `tp` ranks each; 0: a version that does not say it."""
     link_protocol: int = 0
     """Version of the protocol between nodes that hand KV over; 0: a version that does not say it."""
+    kv_shape: str = ""
+    """See `NodeDescription.kv_shape`."""
     is_verified: bool = False
     """Whether the model's logits were those of transformers in a check at start."""
     eos_token_ids: frozenset[int] = frozenset()
@@ -168,7 +170,7 @@ def _check(record: NodeRecord) -> None:
         value = getattr(record, key)
         if not isinstance(value, str) or not _NAME.match(value):
             raise BadRecord(f"{key}: {value!r:.80} is not a name")
-    for key in ("version", "model", "model_fingerprint", "dtype", "numerics"):
+    for key in ("version", "model", "model_fingerprint", "dtype", "numerics", "kv_shape"):
         if not isinstance(getattr(record, key), str):
             raise BadRecord(f"{key}: not a string")
     if record.role not in get_args(NodeRole):

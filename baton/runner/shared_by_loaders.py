@@ -14,6 +14,7 @@ from baton.model_formats.files import read_object
 from baton.model_formats.model_types import what_instead
 from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
+from baton.runner.backends.cuda.numerics import host_numerics
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
@@ -136,8 +137,9 @@ def row_numerics_of(treatment: str, operations: Operations) -> str:
 
 def _what_all_models_share(operations: Operations, treatment: str) -> str:
     by_torch = f"torch-{torch.__version__}"
-    if not isinstance(operations, CudaOperations):
-        # Of a model on a GPU the host's processor computes nothing.
+    if isinstance(operations, CudaOperations):
+        by_torch += f"-{host_numerics()}"
+    else:
         by_torch += f"-{torch.backends.cpu.get_cpu_capability()}"
     return f"{by_torch}/parts-{_PARTS}" + (f"/{treatment}" if treatment else "")
 

@@ -139,6 +139,9 @@ class _EmptyRows:
 class SimulatedRunner(OneProcessRunner):
     """A `ModelRunner` for tests and for clusters larger than the machine. Called from one thread."""
 
+    root = ROOT
+    """What stands before the KV bytes of a first token here: with another one all KV has other bits."""
+
     def __init__(self, spec: SimulatedSpec) -> None:
         self._spec = spec
         self.layout = layout_of(spec)
@@ -243,7 +246,7 @@ class SimulatedRunner(OneProcessRunner):
     def _store(self, share: Scheduled) -> None:
         state, start = share.state, share.start
         rows, token_ids = head_rows(self.layout), state.rows(start, share.stop)
-        before = self._slot_at(state, start - 1).tobytes() if start else ROOT
+        before = self._slot_at(state, start - 1).tobytes() if start else self.root
         for position in range(start, share.stop):
             slot = slot_of(before, int(token_ids[position - start]), position, rows, state.adapter)
             self._slot_at(state, position)[...] = slot

@@ -125,7 +125,7 @@ class LayerRange(_message.Message):
     def __init__(self, first: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class KvLayout(_message.Message):
-    __slots__ = ("model_fingerprint", "numerics", "dtype", "block_size", "block_bytes", "backend", "geometry")
+    __slots__ = ("model_fingerprint", "numerics", "dtype", "block_size", "block_bytes", "backend", "geometry", "kv_shape")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +133,7 @@ class KvLayout(_message.Message):
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
+    KV_SHAPE_FIELD_NUMBER: _ClassVar[int]
     model_fingerprint: str
     numerics: str
     dtype: str
@@ -140,7 +141,8 @@ class KvLayout(_message.Message):
     block_bytes: int
     backend: str
     geometry: str
-    def __init__(self, model_fingerprint: _Optional[str] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., backend: _Optional[str] = ..., geometry: _Optional[str] = ...) -> None: ...
+    kv_shape: str
+    def __init__(self, model_fingerprint: _Optional[str] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., backend: _Optional[str] = ..., geometry: _Optional[str] = ..., kv_shape: _Optional[str] = ...) -> None: ...
 
 class AskProbe(_message.Message):
     __slots__ = ("probe", "group")

@@ -215,7 +215,7 @@ class EncoderContent(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., data: _Optional[bytes] = ..., kind: _Optional[_Union[ContentKind, str]] = ..., held_by: _Optional[_Union[Peer, _Mapping]] = ..., encoded_by: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("attempt", "leg", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "kv_source", "output_token_ids", "traceparent", "takeover", "reader_block_size", "adapter", "pooling", "spans", "contents", "turn", "held_prefix", "cut_by")
+    __slots__ = ("attempt", "leg", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "kv_source", "output_token_ids", "traceparent", "takeover", "reader_block_size", "adapter", "pooling", "spans", "contents", "turn", "held_prefix", "cut_by", "kv_bits")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     LEG_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -234,6 +234,7 @@ class Submit(_message.Message):
     TURN_FIELD_NUMBER: _ClassVar[int]
     HELD_PREFIX_FIELD_NUMBER: _ClassVar[int]
     CUT_BY_FIELD_NUMBER: _ClassVar[int]
+    KV_BITS_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     leg: Leg
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -252,7 +253,8 @@ class Submit(_message.Message):
     turn: float
     held_prefix: HeldPrefix
     cut_by: int
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., leg: _Optional[_Union[Leg, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., kv_source: _Optional[_Union[Peer, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., takeover: _Optional[int] = ..., reader_block_size: _Optional[int] = ..., adapter: _Optional[str] = ..., pooling: _Optional[_Union[PoolingParams, _Mapping]] = ..., spans: _Optional[_Iterable[_Union[PromptSpan, _Mapping]]] = ..., contents: _Optional[_Iterable[_Union[EncoderContent, _Mapping]]] = ..., turn: _Optional[float] = ..., held_prefix: _Optional[_Union[HeldPrefix, _Mapping]] = ..., cut_by: _Optional[int] = ...) -> None: ...
+    kv_bits: str
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., leg: _Optional[_Union[Leg, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., kv_source: _Optional[_Union[Peer, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., takeover: _Optional[int] = ..., reader_block_size: _Optional[int] = ..., adapter: _Optional[str] = ..., pooling: _Optional[_Union[PoolingParams, _Mapping]] = ..., spans: _Optional[_Iterable[_Union[PromptSpan, _Mapping]]] = ..., contents: _Optional[_Iterable[_Union[EncoderContent, _Mapping]]] = ..., turn: _Optional[float] = ..., held_prefix: _Optional[_Union[HeldPrefix, _Mapping]] = ..., cut_by: _Optional[int] = ..., kv_bits: _Optional[str] = ...) -> None: ...
 
 class MoveOut(_message.Message):
     __slots__ = ("attempt", "to", "num_tokens", "cut_by")
@@ -341,7 +343,7 @@ class AttachResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[NodeDescription, _Mapping]] = ..., report: _Optional[_Union[StepReport, _Mapping]] = ...) -> None: ...
 
 class NodeDescription(_message.Message):
-    __slots__ = ("node_id", "incarnation", "role", "address", "pid", "version", "model", "model_fingerprint", "dtype", "numerics", "bit_exact", "vocab_size", "max_model_len", "block_size", "num_blocks", "eos_token_ids", "on_transfer_failure", "kv_layout", "block_bytes", "max_num_seqs", "max_num_batched_tokens", "link_protocol", "embedding_size", "num_threads", "tp", "pp", "capabilities", "row_width", "most_short_tokens", "bit_exact_reason", "is_verified", "why_unverified", "model_type", "kv_groups", "row_numerics", "takes_moves")
+    __slots__ = ("node_id", "incarnation", "role", "address", "pid", "version", "model", "model_fingerprint", "dtype", "numerics", "bit_exact", "vocab_size", "max_model_len", "block_size", "num_blocks", "eos_token_ids", "on_transfer_failure", "kv_layout", "block_bytes", "max_num_seqs", "max_num_batched_tokens", "link_protocol", "embedding_size", "num_threads", "tp", "pp", "capabilities", "row_width", "most_short_tokens", "bit_exact_reason", "is_verified", "why_unverified", "model_type", "kv_groups", "row_numerics", "takes_moves", "kv_shape")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -378,6 +380,7 @@ class NodeDescription(_message.Message):
     KV_GROUPS_FIELD_NUMBER: _ClassVar[int]
     ROW_NUMERICS_FIELD_NUMBER: _ClassVar[int]
     TAKES_MOVES_FIELD_NUMBER: _ClassVar[int]
+    KV_SHAPE_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: str
     role: Role
@@ -414,7 +417,8 @@ class NodeDescription(_message.Message):
     kv_groups: int
     row_numerics: str
     takes_moves: bool
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., numerics: _Optional[str] = ..., bit_exact: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., on_transfer_failure: _Optional[str] = ..., kv_layout: _Optional[str] = ..., block_bytes: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., link_protocol: _Optional[int] = ..., embedding_size: _Optional[int] = ..., num_threads: _Optional[int] = ..., tp: _Optional[int] = ..., pp: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., row_width: _Optional[int] = ..., most_short_tokens: _Optional[int] = ..., bit_exact_reason: _Optional[str] = ..., is_verified: _Optional[bool] = ..., why_unverified: _Optional[str] = ..., model_type: _Optional[str] = ..., kv_groups: _Optional[int] = ..., row_numerics: _Optional[str] = ..., takes_moves: _Optional[bool] = ...) -> None: ...
+    kv_shape: str
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., numerics: _Optional[str] = ..., bit_exact: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., on_transfer_failure: _Optional[str] = ..., kv_layout: _Optional[str] = ..., block_bytes: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., link_protocol: _Optional[int] = ..., embedding_size: _Optional[int] = ..., num_threads: _Optional[int] = ..., tp: _Optional[int] = ..., pp: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., row_width: _Optional[int] = ..., most_short_tokens: _Optional[int] = ..., bit_exact_reason: _Optional[str] = ..., is_verified: _Optional[bool] = ..., why_unverified: _Optional[str] = ..., model_type: _Optional[str] = ..., kv_groups: _Optional[int] = ..., row_numerics: _Optional[str] = ..., takes_moves: _Optional[bool] = ..., kv_shape: _Optional[str] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("deltas", "load", "kv_cache", "notice", "step", "next_token_ids", "next_places", "adapters")

@@ -389,7 +389,7 @@ class GetTimelineResponse(_message.Message):
     def __init__(self, timeline: _Optional[_Union[Timeline, _Mapping]] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("request_id", "state", "detail", "age_s", "attempts", "prefill_node", "decode_node", "prompt_tokens", "completion_tokens", "cached_tokens", "kv_bytes", "kv_read_ns", "ttft_ns", "total_ns", "stages", "trace_id", "draft_tokens", "accepted_draft_tokens")
+    __slots__ = ("request_id", "state", "detail", "age_s", "attempts", "prefill_node", "decode_node", "prompt_tokens", "completion_tokens", "cached_tokens", "kv_bytes", "kv_read_ns", "ttft_ns", "total_ns", "stages", "trace_id", "draft_tokens", "accepted_draft_tokens", "bit_exact")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
@@ -408,6 +408,7 @@ class Timeline(_message.Message):
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BIT_EXACT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     state: str
     detail: str
@@ -426,7 +427,8 @@ class Timeline(_message.Message):
     trace_id: str
     draft_tokens: int
     accepted_draft_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., detail: _Optional[str] = ..., age_s: _Optional[float] = ..., attempts: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., kv_read_ns: _Optional[int] = ..., ttft_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[TimelineStage, _Mapping]]] = ..., trace_id: _Optional[str] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ...) -> None: ...
+    bit_exact: bool
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., detail: _Optional[str] = ..., age_s: _Optional[float] = ..., attempts: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., kv_read_ns: _Optional[int] = ..., ttft_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[TimelineStage, _Mapping]]] = ..., trace_id: _Optional[str] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., bit_exact: _Optional[bool] = ...) -> None: ...
 
 class TimelineStage(_message.Message):
     __slots__ = ("name", "where", "duration_ns", "after_first_token")

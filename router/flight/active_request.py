@@ -104,13 +104,15 @@ class ActiveRequest:
         queue: EventQueue,
         call: ClientCall,
         reservation: LogprobReservation,
+        *,
+        may_cross: bool = False,
     ) -> None:
-        """`reservation`: the memory of its log-probabilities."""
+        """`reservation`: the memory of its log-probabilities. `may_cross`: see `Flight`."""
         started, delivery = call.started, call.delivery
         self.request = request
         self.tenant = tenant_of(request.request_id)
         """The tenant whose request it is; empty where there are no tenants."""
-        self.flight = Flight(request, flight_id, call.takeover)
+        self.flight = Flight(request, flight_id, call.takeover, may_cross=may_cross)
         self.answer = answer
         self.queue = queue
         self.started = started
@@ -241,6 +243,7 @@ class ActiveRequest:
             path=finish.path,
             embedding=finish.embedding,
             draft_counts=self.flight.draft_counts,
+            bit_exact=finish.bit_exact,
         )
 
     def note_first_token(self, now: float) -> None:
@@ -274,6 +277,7 @@ class ActiveRequest:
             completion_tokens=self.answer.num_tokens,
             draft_counts=self.flight.draft_counts,
             trace_id=self.span.trace_id if self.span is not None else "",
+            bit_exact=self.flight.bit_exact,
         )
 
     def cancel_timers(self) -> None:

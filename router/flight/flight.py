@@ -33,7 +33,8 @@ since each rule is about the same few fields; what concerns one attempt or one s
    node that is given output tokens does not compute them again, since the client has them.
 11. Tokens are a function of the request only among nodes with equal bits. Once the client has a token, or the
    log-probabilities of the prompt, each further attempt goes to nodes that the stream's `Origin` allows. Until then any
-   version may serve the request.
+   version may serve the request. Where the operator permits it (`may_cross`), a single sequence goes on at nodes of
+   other numerics once none of its own is left, and is not bit-exact from there on.
 12. While a single sequence is decoded, it may be moved to another node (`flight_move`), which costs no attempt. What
    fails before the stream is handed over ends the move, and the stream goes on where it is; what fails afterwards is a
    failure of the attempt that has it then.
@@ -42,6 +43,7 @@ since each rule is about the same few fields; what concerns one attempt or one s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
 
 from baton.errors import (
     AttemptsExhausted,
@@ -110,6 +112,7 @@ class Flight:
         "_lacks_prompt_logprobs",
         "_machine",
         "_max_tokens",
+        "_may_cross",
         "_move",
         "_number",
         "_origin",
@@ -120,9 +123,12 @@ class Flight:
         "takeover",
     )
 
-    def __init__(self, request: ValidRequest, flight_id: int = 0, takeover: int = 0) -> None:
+    def __init__(
+        self, request: ValidRequest, flight_id: int = 0, takeover: int = 0, *, may_cross: bool = False
+    ) -> None:
         """`flight_id` (64 bits) tells this flight's attempts from those of any other flight of the same request id;
-        `takeover` is the number of the client's call that it serves, see `baton.messages.node.Adopt`.
+        `takeover` is the number of the client's call that it serves, see `baton.messages.node.Adopt`. `may_cross`:
+        whether nodes of other numerics may continue its stream.
         """
         self.request = request
         self.takeover = takeover
@@ -142,8 +148,10 @@ class Flight:
         self._attempt = Attempt(request, AttemptKey(request.request_id, 0, flight_id))
         """The running attempt, or the next one, which has no nodes yet."""
         self._budget = AttemptBudget()
+        # Several sequences are computed again and compared, which would end the stream at the first other token.
+        self._may_cross = may_cross and params.n == 1 and not params.beam_width
         self._origin: Origin | None = None
-        """Where the stream began at another router; None: here, or not yet."""
+        """Where the tokens of earlier attempts came from; None: there are none yet."""
         self._has_given_prompt_logprobs = False
         self._checked_source: tuple[str, AttemptKey] | None = None
         """The node and attempt whose next tokens need no further check; None: a source is to be checked first."""
@@ -214,7 +222,30 @@ class Flight:
     @property
     def origin(self) -> Origin | None:
         """Where the stream began; None: the client has nothing yet that nodes computed."""
-        return self._origin_so_far()
+        placement = self._attempt.placement
+        # What its nodes were given came from those of an earlier attempt.
+        num_before = 0 if self._origin is None else self._attempt.num_given
+        has_begun = self.num_output_tokens > num_before or self._has_given_prompt_logprobs
+        return self.origin_with(placement) if has_begun and placement is not None else self._origin
+
+    def origin_with(self, placement: Placement) -> Origin:
+        """Where the stream began if these nodes add to it: mixed, if they compute under other numerics."""
+        origin = self._origin or Origin.of(placement.decode, across=self._may_cross)
+        is_mixed = placement.kv_bits != "" or placement.decode.bits != origin.bits
+        return replace(origin, is_mixed=True) if is_mixed and not origin.is_mixed else origin
+
+    @property
+    def bit_exact(self) -> bool:
+        """Whether the tokens that the client has are a function of the request alone; before the first one whether
+        those of the running attempt will be."""
+        placement = self._attempt.placement
+        origin = self.origin or (self.origin_with(placement) if placement is not None else None)
+        return origin is None or not (origin.is_mixed or origin.incarnation)
+
+    @property
+    def kv_bits(self) -> str:
+        """See `Submit.kv_bits`, of the running attempt's leg that decodes."""
+        return self._attempt.placement.kv_bits if self._attempt.placement is not None else ""
 
     def why_not_movable(self) -> str:
         """Why the stream can't be moved to another node now; empty: it can."""
@@ -345,19 +376,12 @@ class Flight:
 
     def _place(self, cause: AttemptCause) -> Place:
         self._number += 1
-        place = Place(self._number, frozenset(self._budget.excluded), cause, self._origin_so_far())
+        self._origin = self.origin
+        place = Place(self._number, frozenset(self._budget.excluded), cause, self._origin)
         key = AttemptKey(self.request.request_id, self._number, self.flight_id)
         # The new attempt has no legs yet. It keeps the nodes of the last one, whose last text may still end the flight.
         self._attempt = Attempt(self.request, key, before=self._attempt)
         return place
-
-    def _origin_so_far(self) -> Origin | None:
-        """Where the stream began; None: the client has nothing yet that nodes computed."""
-        has_begun_here = self.num_output_tokens > 0 or self._has_given_prompt_logprobs
-        placement = self._attempt.placement
-        if self._origin is None and has_begun_here and placement is not None:
-            return Origin.of(placement.decode)
-        return self._origin
 
     def _on_placed(self, placement: Placement, turn: float | None) -> list[FlightEffect]:
         given = self._known_tokens()
@@ -411,6 +435,7 @@ class Flight:
         self._move = None
         self._machine.feed(FlightStep.HANDED_OVER)
         effects = self._attempt.end(ENDED_WELL, self.takeover, keep_handed_off=True)
+        self._origin = self.origin
         self._attempt = move.attempt
         # What the other node did not get with its leg it got with the KV.
         move.attempt.num_given = self._sequences[0].num_tokens
@@ -580,7 +605,8 @@ class Flight:
         if leg.outcome is Outcome.HANDED_OFF or self._is_prefill_done:
             return True
         placement = self._attempt.placement
-        reroutes = placement is None or placement.decode.on_transfer_failure == "reroute"
+        # No node computes the prompt of a stream again that began under other numerics.
+        reroutes = placement is None or placement.decode.on_transfer_failure == "reroute" or placement.kv_bits != ""
         return leg.is_acknowledged and not reroutes
 
     @property
@@ -661,7 +687,8 @@ class Flight:
         effects = self._end_move(ENDED_WELL, is_over=True)
         effects += attempt.end(ENDED_WELL, self.takeover, keep_handed_off=attempt.decode_has_sent_tokens)
         reasons = first.finish_reason, first.stop_reason
-        return [*effects, Finish(*reasons, attempt.stage_timings(), attempt.path(), self._embedding)]
+        timings, path = attempt.stage_timings(), attempt.path()
+        return [*effects, Finish(*reasons, timings, path, self._embedding, self.bit_exact)]
 
     def _give_up(self, error: BatonError) -> list[FlightEffect]:
         self._machine.feed(FlightStep.GAVE_UP)

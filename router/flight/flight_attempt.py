@@ -221,6 +221,7 @@ class Attempt:
             turn=turn,
             held_prefix=placement.held_prefix if placement and leg is not Leg.DECODE else None,
             cut_by=self.cut_by if leg is Leg.DECODE else 0,
+            kv_bits=placement.kv_bits if placement and leg is Leg.DECODE else "",
         )
 
     def _spec(self, leg: Leg) -> RequestSpec:

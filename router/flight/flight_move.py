@@ -13,7 +13,7 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import Abort, Adopt, MoveOut, NodeDescription, Outcome, RequestDelta
 from router.flight.flight_attempt import Attempt, FlightLeg
 from router.flight.flight_table import AbortLeg, AdoptLeg, FlightEffect, MoveEnded, MoveStream, SubmitLeg
-from router.placement.placement import Placement
+from router.placement.placement import Placement, kv_bits_of
 from router.placement.reasons import MOVED
 
 
@@ -28,7 +28,9 @@ class PendingMove:
         self.before = before
         *_, self.source = before.legs.values()
         """The leg that has the stream."""
-        self.attempt = Attempt(before.request, key, Placement(self.source.node, to, MOVED), given, cut_by=cut_by)
+        kv_bits = kv_bits_of(self.source.node, to, before.placement.kv_bits if before.placement else "")
+        placement = Placement(self.source.node, to, MOVED, kv_bits=kv_bits)
+        self.attempt = Attempt(before.request, key, placement, given, cut_by=cut_by)
         self.attempt.computed_by = before.path().prefill_node or self.source.node.node_id
         # The source is to this attempt what a prefill node is to others, once it has handed the stream over.
         handed = self.attempt.legs[self.source.node.incarnation]

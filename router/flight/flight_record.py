@@ -29,6 +29,7 @@ from router.placement.placement import Origin, Placement
 from router.placement.reasons import ADOPTED_FROM_RECORD
 
 MAX_TRACEPARENT = 64
+MAX_KV_BITS = 64
 _VERSION: Literal[2] = 2
 
 
@@ -53,6 +54,8 @@ class FlightRecord:
     """The parent of all spans of the request; empty: the request is not traced."""
     origin: Origin | None = None
     """Which nodes may continue what the nodes of the attempt have sent; None: not known."""
+    kv_bits: Annotated[str, Field(max_length=MAX_KV_BITS)] = ""
+    """See `Submit.kv_bits` of the leg of `decode`."""
     takeover: Annotated[int, Field(ge=1, lt=2**32)] = 1
     """The number of the client's call that the writing router serves; see `baton.messages.node.Adopt`."""
     version: Literal[2] = _VERSION
@@ -63,8 +66,12 @@ class FlightRecord:
 
     def to_json(self) -> bytes:
         """The record as it is stored; `read_record` reads it."""
-        # Routers that do not know the field write records without it, and read no record with it.
-        without = None if self.request.context_tokens else {"request": {"context_tokens"}}
+        # Routers that do not know a field write records without it, and read no record with it.
+        without: dict[str, Any] = {} if self.request.context_tokens else {"request": {"context_tokens"}}
+        if not self.kv_bits:
+            without["kv_bits"] = True
+        if self.origin is not None and not self.origin.family:
+            without["origin"] = {"family"} if self.origin.is_mixed else {"family", "is_mixed"}
         return _ADAPTER.dump_json(self, exclude=without)
 
 
@@ -137,11 +144,13 @@ class FlightJournal:
         traceparent: str = "",
         takeover: int = 1,
         owner: int = 0,
+        origin: Origin | None = None,
     ) -> None:
         """Record that an attempt begins on these nodes, or is adopted there.
 
         `num_given`: how many output tokens the nodes were given with the prompt. `owner`: the id of the flight that has
-        the attempt now; `takeover`: that flight's number (see `baton.messages.node.Adopt`).
+        the attempt now; `takeover`: that flight's number (see `baton.messages.node.Adopt`). `origin`: of what these
+        nodes send, if it is not theirs.
         """
         record = FlightRecord(
             request=request.without_prompt(),
@@ -154,7 +163,8 @@ class FlightJournal:
             written_at=self._wall(),
             # A longer one is not valid.
             traceparent=traceparent if len(traceparent) <= MAX_TRACEPARENT else "",
-            origin=Origin.of(placement.decode),
+            origin=origin or Origin.of(placement.decode),
+            kv_bits=placement.kv_bits,
             takeover=takeover,
         )
         self._records.put(request.request_id, record.to_json(), owner)
@@ -192,4 +202,4 @@ def placement_in_record(
     wants_logprobs = record.request.sampling_params.logprobs is not None
     if wants_logprobs and min(positions, default=0) < record.num_given:
         return None
-    return Placement(attached.get(record.prefill), decode, ADOPTED_FROM_RECORD)
+    return Placement(attached.get(record.prefill), decode, ADOPTED_FROM_RECORD, kv_bits=record.kv_bits)

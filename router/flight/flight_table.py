@@ -307,6 +307,8 @@ class Finish:
     path: Path
     embedding: bytes = b""
     """The embedding of the prompt, for a request that wants one (float32, little-endian)."""
+    bit_exact: bool = True
+    """See `Finished.bit_exact`."""
 
 
 @value(frozen=True, slots=True)

@@ -74,6 +74,8 @@ class EndedRequest:
     completion_tokens: int
     draft_counts: DraftCounts = NO_DRAFTS
     trace_id: str = ""
+    bit_exact: bool | None = None
+    """See `Finished.bit_exact`."""
 
 
 class _Part(NamedTuple):
@@ -128,6 +130,7 @@ def timeline(request: EndedRequest, router: str, now: float) -> Timeline:
         trace_id=request.trace_id,
         draft_tokens=request.draft_counts.num_drafted,
         accepted_draft_tokens=request.draft_counts.num_accepted,
+        bit_exact=request.bit_exact,
     )
 
 
@@ -296,6 +299,7 @@ class RequestSpans:
             "baton.decode_node": last.decode_node or last.prompt_node,
             "gen_ai.usage.input_tokens": ended.prompt_tokens,
             "gen_ai.usage.output_tokens": ended.completion_tokens,
+            "baton.bit_exact": ended.bit_exact is not False,
         }
         if moments.first_token is not None:
             attributes["gen_ai.server.time_to_first_token"] = moments.first_token - moments.received

@@ -199,9 +199,16 @@ async def send_whole(
         await client.answer(200, headers, b"".join(waiting))
 
 
-def path_headers(finished: Finished) -> Headers:
-    """Headers that name the nodes of the request, with the names of gRPC's trailing metadata."""
+def path_headers(finished: Finished, *others: Finished) -> Headers:
+    """Headers that name the nodes of the request, with the names of gRPC's trailing metadata. `others`: the ends of its
+    further prompts, all of which the header about bits is about."""
+    finished = replace(finished, bit_exact=are_bit_exact([finished, *others]))
     return [(key.encode(), value.encode()) for key, value in path_to_metadata(finished)]
+
+
+def are_bit_exact(ends: Sequence[Finished]) -> bool:
+    """Whether no part of an answer says that it is not bit-exact."""
+    return all(end.bit_exact is not False for end in ends)
 
 
 def seed_headers(accepted: Accepted) -> Headers:
@@ -265,4 +272,5 @@ def _sum_of(ends: Sequence[Finished]) -> Finished:
         draft_counts=DraftCounts(
             sum(end.draft_counts.num_drafted for end in ends), sum(end.draft_counts.num_accepted for end in ends)
         ),
+        bit_exact=are_bit_exact(ends),
     )

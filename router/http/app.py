@@ -294,6 +294,7 @@ EXPOSED = (
     "baton-attempts",
     "baton-path-reason",
     "baton-kv-bytes",
+    "baton-bit-exact",
     "x-baton-ignored-fields",
     *NAMES,
 )

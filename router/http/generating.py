@@ -132,7 +132,7 @@ class GeneratingEndpoint(BodyEndpoint, Generic[P]):
                 JSON,
                 *self.error_form.id_headers(parsed.request_id),
                 *seed_headers(answers[0].accepted),
-                *path_headers(answers[0].finished),
+                *path_headers(*(answer.finished for answer in answers)),
             ]
             await send_whole(client, headers, self._whole_answer(parsed, answers), unread.aclose)
 
@@ -153,7 +153,8 @@ class GeneratingEndpoint(BodyEndpoint, Generic[P]):
                     answer = await collect(accepted, events, parsed.num_sequences)
                     if request.logprobs is not None or request.prompt_logprobs is not None:
                         unread.push_async_exit(stack.pop_all())
-                return replace(answer, fingerprint=fingerprint if fingerprint == self._model.card.fingerprint else "")
+                is_of_one = fingerprint == self._model.card.fingerprint and answer.finished.bit_exact is not False
+                return replace(answer, fingerprint=fingerprint if is_of_one else "")
             except VersionGone:
                 if is_anew:
                     raise

@@ -31,6 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 
 from baton.messages.kv_cache import KVFormat
 from baton.messages.node import NodeDescription, Role
@@ -40,7 +41,7 @@ from router.admission.request import ValidRequest
 from router.placement.fleet_rates import NO_WORK, MixedWork, decay, stream_ms
 from router.placement.placement import Candidate, Demand, takes_no_stream
 from router.placement.rates import StepRates
-from router.placement.reasons import CHEAPER_ALONE, CHEAPEST_PAIR, STAYS, Reason
+from router.placement.reasons import ACROSS_NUMERICS, CHEAPER_ALONE, CHEAPEST_PAIR, STAYS, Reason
 from router.placement.room import Lack
 
 HANDOFF_MS = 2.0
@@ -233,11 +234,15 @@ class PlacementQuery:
     """Incarnations that are chosen only if no other node of their role is left."""
     pairs_passed_over: Set[tuple[str, str]] = frozenset()
     """Pairs that are passed over, by the names of prefill and decode node."""
+    across: bool = False
+    """Whether pairs may be of other numerics, since there is none of equal ones. The decode node then finds nothing of
+    the prompt in its cache: what it has of others' is under keys of its own."""
 
     def pair_terms(self, prefill: NodeCosts, decode: NodeCosts) -> PlacementWay:
         """The cost of a pair."""
         tokens = self.demand.num_prompt_tokens
-        there, here, pulled = self._cached(prefill), self._cached(decode, at_most=tokens), self.pulled(prefill)
+        there, pulled = self._cached(prefill), self.pulled(prefill)
+        here = 0 if self.across else self._cached(decode, at_most=tokens)
         left = tokens - there - pulled
         prefill_ms = prefill.prefill_ms(left, pulled)
         handoff_ms = _handoff_ms(decode, tokens - here, min(left, prefill.chunk), prefill_ms)
@@ -392,7 +397,8 @@ def alternative_ways(query: PlacementQuery, way: Way) -> list[PlacementWay]:
     pairs = {(cost.node.node_id, decode.node.node_id): (cost, decode) for cost in prefills}
     if prefill is not None:
         pairs |= {(prefill.node.node_id, cost.node.node_id): (prefill, cost) for cost in decodes}
-    ways = [query.pair_terms(p, d) for p, d in pairs.values() if p.kv_format.fits(d.kv_format)]
+    across = query.across
+    ways = [query.pair_terms(p, d) for p, d in pairs.values() if p.kv_format.fits(d.kv_format, across=across)]
     ways += [query.alone_terms(cost) for cost in decodes or prefills]
     ways += [way.terms] if way.reason is STAYS else []
     return sorted(ways, key=lambda terms: terms.total_ms)
@@ -406,29 +412,37 @@ def _allowed(query: PlacementQuery, role: Role) -> list[NodeCosts]:
 
 
 def _cheapest_pair(query: PlacementQuery, prefills: Sequence[NodeCosts], decodes: Sequence[NodeCosts]) -> Way | None:
-    kinds = {decode.kv_format for decode in decodes}
-    able = [cost for cost in prefills if cost.kv_format in kinds or any(map(cost.kv_format.fits, kinds))]
+    kinds, fits = {decode.kv_format for decode in decodes}, partial(KVFormat.fits, across=query.across)
+    able = [cost for cost in prefills if cost.kv_format in kinds or any(fits(cost.kv_format, kind) for kind in kinds)]
     if not able:
         return None
     if query.pairs_passed_over:
         # The data path of one prefill node may be dead to all decode nodes: its pairs fail, though the node does not.
         able = [cost for cost in able if _has_partner(query, cost, decodes)] or able
     prefill = _best(able, _prefill_keys(query, able))
-    partners = [decode for decode in decodes if decode.kv_format.fits(prefill.kv_format)] if len(kinds) > 1 else decodes
+    partners = decodes
+    if len(kinds) > 1:
+        partners = [decode for decode in decodes if fits(decode.kv_format, prefill.kv_format)]
     if query.pairs_passed_over:
         name, bad = prefill.node.node_id, query.pairs_passed_over
         partners = [decode for decode in partners if (name, decode.node.node_id) not in bad] or partners
     left = query.uncached(prefill)
     prefill_ms, last_chunk = prefill.prefill_ms(left, query.pulled(prefill)), min(left, prefill.chunk)
     decode = _best(partners, _decode_keys(query, partners, last_chunk, prefill_ms))
-    return Way(prefill, decode, query.pair_terms(prefill, decode), CHEAPEST_PAIR)
+    return Way(prefill, decode, query.pair_terms(prefill, decode), reason_of_pair(query))
+
+
+def reason_of_pair(query: PlacementQuery) -> Reason:
+    """Why a pair is chosen."""
+    return ACROSS_NUMERICS if query.across else CHEAPEST_PAIR
 
 
 def _has_partner(query: PlacementQuery, prefill: NodeCosts, decodes: Sequence[NodeCosts]) -> bool:
     """Whether any pair with this prefill node is not passed over."""
     name, bad = prefill.node.node_id, query.pairs_passed_over
     return any(
-        decode.kv_format.fits(prefill.kv_format) and (name, decode.node.node_id) not in bad for decode in decodes
+        decode.kv_format.fits(prefill.kv_format, across=query.across) and (name, decode.node.node_id) not in bad
+        for decode in decodes
     )
 
 
@@ -448,7 +462,7 @@ def _cheapest_alone(query: PlacementQuery, nodes: Sequence[NodeCosts], has_pair:
 
 def _to_read(query: PlacementQuery, costs: Sequence[NodeCosts]) -> list[int]:
     """Number of prompt tokens whose KV each decode node has to read."""
-    tokens, cached = query.demand.num_prompt_tokens, query.cached
+    tokens, cached = query.demand.num_prompt_tokens, {} if query.across else query.cached
     return [max(0, tokens - cached.get(cost.node.incarnation, 0)) for cost in costs]
 
 

@@ -33,6 +33,7 @@ from router.placement.cost_model import (
     is_close,
     is_quicker,
     may_keep_stream,
+    reason_of_pair,
     share_grows_at,
 )
 from router.placement.placement import (
@@ -44,7 +45,7 @@ from router.placement.placement import (
     size_of,
     takes_no_stream,
 )
-from router.placement.reasons import CHEAPER_ALONE, CHEAPEST_PAIR, STAYS, Reason
+from router.placement.reasons import CHEAPER_ALONE, STAYS, Reason
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -82,6 +83,10 @@ class CostTable:
         self._kinds: dict[KVFormat, int] = {}
         self._versions: dict[str, int] = {}
         """The number of each `NodeDescription.bits` in `_version`."""
+        self._families: dict[str, int] = {}
+        """The number of each `NodeDescription.family` in `_family`."""
+        self._fits_across: Bools | None = None
+        """Which kinds fit each other across numerics; None: to be found out when it is needed."""
         self._fits = np.ones((0, 0), np.bool_)
         """Which kinds fit each other."""
         self._all_fit = True
@@ -100,7 +105,7 @@ class CostTable:
         self._no_stream = np.zeros(count, np.bool_)
         self._full_rows, self._left_out_rows = set[int](), set[int]()
         """The rows that are True in `_full` and in `_left_out`: mostly none."""
-        self._version = np.zeros(count, np.int64)
+        self._version, self._family = np.zeros(count, np.int64), np.zeros(count, np.int64)
 
     # --- keeping the rows up to date ---
 
@@ -134,15 +139,16 @@ class CostTable:
         self._make_columns(len(candidates))
         self._row_of = {candidate.node.incarnation: row for row, candidate in enumerate(candidates)}
         self._num_prefills = sum(candidate.node.role is Role.PREFILL for candidate in candidates)
-        self._sizes, self._kinds, self._versions, self._rows_of_name = {}, {}, {}, {}
+        self._sizes, self._kinds, self._versions, self._families, self._rows_of_name = {}, {}, {}, {}, {}
         for row, candidate in enumerate(candidates):
             node = candidate.node
             self._size[row] = self._sizes.setdefault(size_of(node), len(self._sizes))
             self._kind[row] = self._kinds.setdefault(KVFormat.of(node), len(self._kinds))
             self._version[row] = self._versions.setdefault(node.bits, len(self._versions))
+            self._family[row] = self._families.setdefault(node.family, len(self._families))
             self._chunk[row] = chunk_of(node)
             self._rows_of_name.setdefault(node.node_id, []).append(row)
-        self._fits = fitting_kinds([*self._kinds])
+        self._fits, self._fits_across = fitting_kinds([*self._kinds]), None
         self._all_fit = bool(self._fits.all())
         for rank, incarnation in enumerate(sorted(self._row_of)):
             self._rank[self._row_of[incarnation]] = rank
@@ -235,6 +241,8 @@ class CostTable:
         """The rows that `placement.may_serve` allows."""
         if origin is not None:
             able: Bools = self._version == self._versions.get(origin.bits, -1)
+            if origin.is_mixed and origin.family:
+                able |= self._family == self._families.get(origin.family, -1)
             if origin.incarnation:
                 rows = [row for row in self._rows_with([origin.incarnation]) if able[row]]
                 has_decode = any(row >= self._num_prefills for row in rows)
@@ -298,13 +306,18 @@ class CostTable:
 
     def _cheapest_pair(self, query: PlacementQuery, prefills: slice, decodes: slice, able: RowMask) -> Way | None:
         able_prefills, able_decodes = _part(able, prefills), _part(able, decodes)
+        fits = self._fits
+        if query.across:
+            if self._fits_across is None:
+                self._fits_across = fitting_kinds([*self._kinds], across=True)
+            fits = self._fits_across
         if not self._all_fit:
             kinds = self._kind[decodes] if able_decodes is None else self._kind[decodes][able_decodes]
-            partnered = np.isin(self._kind[prefills], np.flatnonzero(self._fits[np.unique(kinds)].any(axis=0)))
+            partnered = np.isin(self._kind[prefills], np.flatnonzero(fits[np.unique(kinds)].any(axis=0)))
             able_prefills = partnered if able_prefills is None else able_prefills & partnered
         bad = query.pairs_passed_over
         if bad:
-            able_prefills = self._with_partners(bad, able_prefills, able_decodes)
+            able_prefills = self._with_partners(bad, fits, able_prefills, able_decodes)
         left, work_ms = self._prompt_work(query, prefills)
         queue_ms, most_ms = self._queue_ms[prefills], query.level.first_token_ms
         missed = (queue_ms + work_ms > most_ms).astype(np.int64) if most_ms < np.inf else None
@@ -320,7 +333,7 @@ class CostTable:
             return None
         prefill = self._costs[row]
         if not self._all_fit:
-            fitting = self._fits[self._kind[row]][self._kind[decodes]]
+            fitting = fits[self._kind[row]][self._kind[decodes]]
             able_decodes = fitting if able_decodes is None else able_decodes & fitting
         if bad:
             partners = self._partners(prefill.node.node_id, bad, able_decodes)
@@ -328,7 +341,10 @@ class CostTable:
         uncached = query.uncached(prefill)
         last_chunk = min(uncached, prefill.chunk)
         prefill_ms = prefill.prefill_ms(uncached, query.pulled(prefill))
-        to_move, kv_token_ms = self._uncached(query, decodes, at_least=0), self._kv_token_ms[decodes]
+        to_move: Ints | int = query.demand.num_prompt_tokens
+        if not query.across:
+            to_move = self._uncached(query, decodes, at_least=0)
+        kv_token_ms = self._kv_token_ms[decodes]
         decode_ms, most_ms = self._decode_ms[decodes], query.level.token_ms
         missed = (self._pace_ms(decodes, 0.0, query.now) > most_ms).astype(np.int64) if most_ms < np.inf else None
         least = min(to_move, last_chunk) if isinstance(to_move, int) else np.minimum(to_move, last_chunk)
@@ -336,7 +352,7 @@ class CostTable:
         row = self._best(decodes, decode_ms * query.output_tokens + HANDOFF_MS + handoff_ms, missed, able_decodes)
         assert row is not None  # there is one that fits the prefill node
         decode = self._costs[row]
-        return Way(prefill, decode, query.pair_terms(prefill, decode), CHEAPEST_PAIR)
+        return Way(prefill, decode, query.pair_terms(prefill, decode), reason_of_pair(query))
 
     def _partners(self, prefill: str, pairs: Set[tuple[str, str]], able: RowMask) -> Bools:
         """The decode nodes among `able` whose pair with this prefill node is not passed over."""
@@ -346,14 +362,14 @@ class CostTable:
         left[[row - split for row in bad if row >= split]] = False
         return left
 
-    def _with_partners(self, pairs: Set[tuple[str, str]], able: RowMask, able_decodes: RowMask) -> RowMask:
+    def _with_partners(self, pairs: Set[tuple[str, str]], fits: Bools, able: RowMask, able_decodes: RowMask) -> RowMask:
         """The prefill nodes that have such a decode node, if there are any; else all that are able."""
         split = self._num_prefills
         left = np.ones(split, np.bool_) if able is None else able.copy()
         for name in {first for first, _ in pairs}:
             partners = self._partners(name, pairs, able_decodes)
             for row in self._rows_of_name.get(name, ()):
-                if row < split and not (partners & self._fits[self._kind[row]][self._kind[split:]]).any():
+                if row < split and not (partners & fits[self._kind[row]][self._kind[split:]]).any():
                     left[row] = False
         return left if left.any() else able
 
@@ -447,15 +463,15 @@ class CostTable:
         return int(rows.start) + int(near[self._order[rows][near].argmin()])
 
 
-def fitting_kinds(kinds: Sequence[KVFormat]) -> npt.NDArray[np.bool_]:
-    """Which of these formats fit each other: [kinds, kinds]. Compares those only that differ in their block sizes."""
+def fitting_kinds(kinds: Sequence[KVFormat], *, across: bool = False) -> npt.NDArray[np.bool_]:
+    """Which of these formats fit each other: [kinds, kinds]. Compares those only whose model and dtype are equal."""
     fits = np.zeros((len(kinds), len(kinds)), np.bool_)
     alike: dict[KVFormat, list[int]] = {}
     for index, kind in enumerate(kinds):
-        alike.setdefault(kind._replace(block_size=0), []).append(index)
+        alike.setdefault(kind._replace(block_size=0, numerics="", kv_shape=""), []).append(index)
     for same in alike.values():
         for row in same:
-            fits[row, same] = [kinds[row].fits(kinds[other_kind]) for other_kind in same]
+            fits[row, same] = [kinds[row].fits(kinds[other_kind], across=across) for other_kind in same]
     return fits
 
 

@@ -11,11 +11,11 @@ from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import KVFormat
 from baton.messages.node import LoadReport, NodeDescription, Role
 from baton.registry import NodeRecord
-from router.placement.placement import Candidate, disagreement
+from router.placement.placement import Candidate
 from router.placement.room import Lack, RoomRules, UnreportedBlocks
 
 Partners: TypeAlias = Mapping[str, Mapping[tuple[Role, KVFormat], NodeDescription]]
-"""By the bits of a version, an attached node of each role and format of the KV."""
+"""By the name of a version, an attached node of each role and format of the KV."""
 
 
 class NodeState(enum.Enum):
@@ -119,15 +119,6 @@ class KnownNode:
             self.adapters,
             is_left_out,
         )
-
-    def limits(self, partners: Partners) -> str:
-        """What a node that gets new requests can't do, or does not promise."""
-        description = self.description
-        if description is None or self.version is None or not self.attached or not self.runs_legs:
-            return ""
-        if why_alone := disagreement(description, [*partners[self.version[1]].values()]):
-            return why_alone
-        return "" if description.bit_exact else "is not bit-exact: a stream that it began goes on at no other node"
 
 
 def has_free_seat(candidate: Candidate | None) -> bool:

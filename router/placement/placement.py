@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -13,7 +14,15 @@ from baton.messages.node import HeldPrefix, NodeDescription, Role
 from baton.messages.node_model import GENERATES, Capability, in_order
 from baton.values import value
 from router.admission.request import ValidRequest
-from router.placement.reasons import EMBEDDING, IN_TURN, LEAST_LOADED, Reason, no_node_left, no_pair_agrees
+from router.placement.reasons import (
+    ACROSS_NUMERICS,
+    EMBEDDING,
+    IN_TURN,
+    LEAST_LOADED,
+    Reason,
+    no_node_left,
+    no_pair_agrees,
+)
 from router.placement.room import Lack
 
 
@@ -70,25 +79,42 @@ class Origin:
     A token is a function of the request alone only among nodes with equal bits. A node that is not bit-exact promises
     nothing, so a stream that it began is decoded by this node alone. Any prefill node with its bits may compute the
     prompt for it, as it did for the first tokens.
+
+    Where the operator lets nodes of other numerics take part, the rest of the family continues the stream once none of
+    its own bits does, and any node of the family one that was never bit-exact (`is_mixed`).
     """
 
     bits: str
     """`NodeDescription.bits` of the nodes that began it."""
     incarnation: str = ""
     """The node that decoded it, where that is not bit-exact; empty: any node with these bits continues it."""
+    family: str = ""
+    """`NodeDescription.family` of the nodes that may continue it though they compute other bits; empty: none may."""
+    is_mixed: bool = False
+    """Whether nodes of several numerics have computed it, or are to continue it: it is not bit-exact."""
 
     @classmethod
-    def of(cls, node: NodeDescription) -> Origin:
-        """The origin of a stream that this node decodes."""
-        return cls(node.bits, "" if node.bit_exact else node.incarnation)
+    def of(cls, node: NodeDescription, *, across: bool = False, is_mixed: bool = False) -> Origin:
+        """The origin of a stream that this node decodes. `across`: nodes of other numerics may continue it."""
+        family = node.family if across else ""
+        return cls(node.bits, "" if node.bit_exact else node.incarnation, family, is_mixed)
+
+    @property
+    def widened(self) -> Origin | None:
+        """The same for a stream that goes on at any node of its family; None: no more nodes may continue it so."""
+        return replace(self, is_mixed=True) if self.family and not self.is_mixed else None
 
     def allows(self, node: NodeDescription) -> bool:
         """Whether this node may decode the rest of the stream."""
+        if self.is_mixed and self.family and self.family == node.family:
+            return True
         return node.bits == self.bits and self.incarnation in ("", node.incarnation)
 
     @property
     def who(self) -> str:
         """The nodes that may continue the stream, for people."""
+        if self.is_mixed and self.family:
+            return f"nodes with the KV of those with the bits {self.bits}, of any numerics"
         return f"{self.incarnation}, which is not bit-exact" if self.incarnation else f"nodes with the bits {self.bits}"
 
     @property
@@ -136,19 +162,21 @@ class NodeSize(NamedTuple):
     can: frozenset[Capability]
     takes_pooling: bool = True
     bits: str = ""
+    family: str = ""
 
     def holds(self, demand: Demand) -> bool:
         """Whether an idle node of this size could serve the request."""
         is_long_enough = demand.num_tokens <= self.max_model_len and demand.num_stored_tokens <= self.kv_tokens
         can = demand.needs <= self.can and (self.takes_pooling or not demand.pools)
-        continues = demand.origin is None or demand.origin.bits == self.bits
+        origin = demand.origin
+        continues = origin is None or origin.bits == self.bits or (origin.family != "" and origin.family == self.family)
         return self.model == demand.model and is_long_enough and can and continues
 
 
 def size_of(node: NodeDescription) -> NodeSize:
     """A node's size."""
     kv_tokens = node.num_blocks * node.block_size
-    return NodeSize(node.model, node.max_model_len, kv_tokens, node.can, node.takes_pooling, node.bits)
+    return NodeSize(node.model, node.max_model_len, kv_tokens, node.can, node.takes_pooling, node.bits, node.family)
 
 
 @value(frozen=True, slots=True)
@@ -164,6 +192,8 @@ class Placement:
     """From where the node that computes the prompt pulls its beginning; None: it computes what it has not cached."""
     encoders: Sequence[tuple[str, Peer]] = ()
     """Others of these contents, each with the encode node that makes rows of it."""
+    kv_bits: str = ""
+    """See `Submit.kv_bits` of its decode leg."""
 
     @property
     def prompt_node(self) -> NodeDescription:
@@ -171,13 +201,25 @@ class Placement:
         return self.prefill or self.decode
 
 
-def choose(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = frozenset()) -> Placement:
+def kv_bits_of(prefill: NodeDescription, decode: NodeDescription, before: str = "") -> str:
+    """`Submit.kv_bits` of a leg of `decode` that gets KV of `prefill`. `before`: that of the leg whose KV it is."""
+    if prefill.bits == decode.bits:
+        return before
+    if not before:
+        return prefill.bits
+    return hashlib.sha256(f"{before}+{prefill.bits}".encode()).hexdigest()[: len(prefill.bits)]
+
+
+def choose(
+    candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = frozenset(), *, across: bool = False
+) -> Placement:
     """The least loaded pair that fits. Raises NoCapacity with the reason if there is none, and InvalidRequest if the
     nodes are there but too small.
 
     `candidates` are the nodes that take work; `exclude` has incarnations on which this request failed before, which are
     chosen only if there is no other node: they take work now, so they may only have been away. The KV formats of a pair
-    must fit. One node alone runs the request only if no node of the other role is there.
+    must fit. `across`: where none of equal numerics do, those of a pair of other numerics may. One node alone runs the
+    request only if no node of the other role is there.
     """
     fitting = fitting_nodes(candidates, demand, exclude)
     prefills = sorted((c for c in fitting if c.node.role is Role.PREFILL), key=_order)
@@ -186,43 +228,75 @@ def choose(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = 
         return Placement(None, (prefills or decodes)[0].node, why_embedded(candidates, prefills, decodes, exclude))
     best_prefill = _best_by_kv(prefills)
     best_decode = _best_by_kv(decodes)
-    pairs = [
-        (prefill, decode)
-        for theirs, decode in best_decode.items()
-        for ours, prefill in best_prefill.items()
-        if ours.fits(theirs)
-    ]
-    if pairs:
-        prefill, decode = min(pairs, key=lambda pair: (pair[0].load + pair[1].load, _order(pair[1]), _order(pair[0])))
-        return Placement(prefill.node, decode.node, LEAST_LOADED)
+    for crosses in (False, True) if across else (False,):
+        pairs = [
+            (prefill, decode)
+            for theirs, decode in best_decode.items()
+            for ours, prefill in best_prefill.items()
+            if ours.fits(theirs, across=crosses)
+        ]
+        if pairs:
+            prefill, decode = min(
+                pairs, key=lambda pair: (pair[0].load + pair[1].load, _order(pair[1]), _order(pair[0]))
+            )
+            kv_bits = kv_bits_of(prefill.node, decode.node)
+            return Placement(prefill.node, decode.node, ACROSS_NUMERICS if crosses else LEAST_LOADED, kv_bits=kv_bits)
     alone = (decodes or prefills)[0]
     return Placement(None, alone.node, why_alone(candidates, prefills, decodes, exclude))
 
 
-def choose_move(candidates: Sequence[Candidate], demand: Demand, source: NodeDescription) -> NodeDescription:
+def choose_move(
+    candidates: Sequence[Candidate], demand: Demand, source: NodeDescription, *, kv_bits: str = ""
+) -> NodeDescription:
     """The decode node to which a stream of `source` is moved: the least loaded one that has room.
 
-    Raises NoCapacity with the reason if there is none, and what `fitting_nodes` raises.
+    One of other numerics only if the stream's origin permits it, and no node of equal numerics takes streams at all.
+    `kv_bits`: see `Submit.kv_bits`, of the stream's leg. Raises NoCapacity with the reason if there is none, and what
+    `fitting_nodes` raises.
     """
+    origin = demand.origin
+    try:
+        # A stream that is mixed already is no more so at a node of its present node's numerics.
+        return _choose_move(candidates, demand, source, kv_bits, across=False)
+    except _NobodyTakesIt:
+        if origin is None or not origin.family:
+            raise
+        return _choose_move(candidates, replace(demand, origin=origin.widened or origin), source, kv_bits, across=True)
+
+
+class _NobodyTakesIt(NoCapacity):
+    """No node takes streams of this kind, however much room there is."""
+
+
+def _choose_move(
+    candidates: Sequence[Candidate], demand: Demand, source: NodeDescription, kv_bits: str, *, across: bool
+) -> NodeDescription:
     own = KVFormat.of(source)
     others = [c for c in candidates if c.node.role is Role.DECODE and c.node.incarnation != source.incarnation]
     if not others:
         raise NoCapacity("there is no other decode node")
-    fitting = fitting_nodes(others, demand, frozenset())
+    try:
+        fitting = fitting_nodes(others, demand, frozenset())
+    except NoCapacity as error:
+        raise _NobodyTakesIt(str(error)) from error
     able = [c for c in fitting if c.node.takes_moves and c.node.block_size == source.block_size]
-    able = [c for c in able if KVFormat.of(c.node).fits(own)]
+    # A node without a family does not know `Submit.kv_bits`.
+    able = [c for c in able if KVFormat.of(c.node).fits(own, across=across) and (c.node.family or not kv_bits)]
     if not able:
-        raise NoCapacity(f"no other decode node takes streams of {source.node_id}: their versions or KV differ")
+        raise _NobodyTakesIt(f"no other decode node takes streams of {source.node_id}: their versions or KV differ")
     with_room = [c for c in able if not takes_no_stream(c)]
     if not with_room:
         raise NoCapacity("all other decode nodes are full")
     return min(with_room, key=_order).node
 
 
-def choose_in_turn(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = frozenset()) -> Placement:
+def choose_in_turn(
+    candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = frozenset(), *, across: bool = False
+) -> Placement:
     """The pair of nodes that were unused for longest, however loaded they are; otherwise as `choose`."""
-    placement = choose([replace(candidate, load=0.0) for candidate in candidates], demand, exclude)
-    return placement if placement.prefill is None else replace(placement, reason=IN_TURN)
+    idle = [replace(candidate, load=0.0) for candidate in candidates]
+    placement = choose(idle, demand, exclude, across=across)
+    return replace(placement, reason=IN_TURN) if placement.reason is LEAST_LOADED else placement
 
 
 def fitting_nodes(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str]) -> list[Candidate]:
@@ -304,13 +378,14 @@ def _best_by_kv(best_first: Sequence[Candidate]) -> dict[KVFormat, Candidate]:
     return best
 
 
-def disagreement(node: NodeDescription, others: Sequence[NodeDescription]) -> str:
-    """Why the node can't exchange KV with any node of the other role; empty if it can.
+def disagreement(node: NodeDescription, others: Sequence[NodeDescription], *, across: bool = False) -> str:
+    """Why the node can't exchange KV with any node of the other role; empty if it can. `across`: or with one of other
+    numerics.
 
     Such a pair is never chosen, so no link between the two is ever opened, or refused.
     """
-    partners = [partner for partner in others if partner.role is not node.role]
-    if not partners or any(KVFormat.of(partner).fits(KVFormat.of(node)) for partner in partners):
+    own, partners = KVFormat.of(node), [partner for partner in others if partner.role is not node.role]
+    if not partners or any(KVFormat.of(partner).fits(own, across=across) for partner in partners):
         return ""
     first = partners[0]
     names = KVFormat.of(node).misfits(KVFormat.of(first))

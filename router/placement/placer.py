@@ -49,6 +49,7 @@ from router.placement.placement import (
     choose_move,
     demand_of,
     fitting_nodes,
+    kv_bits_of,
     may_serve,
     why_alone,
     why_embedded,
@@ -86,6 +87,9 @@ class PlacementSettings:
     """What ways are compared with for requests that name no service level; no request is refused for it."""
     pulls: Literal["auto", "always", "off"] = "auto"
     """Whether nodes pull what others have cached of a prompt: where that is quicker, always, or never (policy COST)."""
+    across: bool = False
+    """Whether nodes of other numerics are paired where no pair of equal ones can serve a request, and continue streams
+    that no node of their own numerics can."""
 
 
 @dataclass(slots=True)
@@ -137,6 +141,11 @@ class Placer:
     def target(self) -> ServiceLevel:
         """The targets of requests that name none."""
         return self._settings.target
+
+    @property
+    def may_cross(self) -> bool:
+        """Whether nodes of other numerics may continue streams."""
+        return self._settings.across
 
     def usual_rates(self, incarnation: str) -> UsualRates:
         """What nodes like this one usually need for a step."""
@@ -233,21 +242,32 @@ class Placer:
         nodes of an attempt are of one version. Raises NoCapacity with the reason if there is no node, InvalidRequest if
         none is large enough.
         """
-        demand = demand_of(request, origin)
 
-        def chosen(exclude: Set[str]) -> Choice:
+        def chosen(demand: Demand, exclude: Set[str]) -> Choice:
             if self._predicts:
                 return self._cheapest(candidates, request, demand, exclude, attempt, waited_s, now, with_room)
             may_be_chosen = _may_be_chosen(candidates, demand, with_room)
             pick = choose if self._settings.policy is Policy.LEAST_LOADED else choose_in_turn
-            return Choice(pick(may_be_chosen, demand, exclude), request, attempt, origin=origin)
+            placement = pick(may_be_chosen, demand, exclude, across=self._settings.across)
+            return Choice(placement, request, attempt, origin=demand.origin)
 
-        choice = chosen(exclude)
-        if not request.embeds:
-            if exclude and choice.placement.prefill is None and self._settings.require_disaggregation:
-                # A node at which the request has failed is better than none of its role.
-                choice = chosen(frozenset())
-            self._check_kind(choice.placement)
+        def checked(origin: Origin | None) -> Choice:
+            demand = demand_of(request, origin)
+            choice = chosen(demand, exclude)
+            if not request.embeds:
+                if exclude and choice.placement.prefill is None and self._settings.require_disaggregation:
+                    # A node at which the request has failed is better than none of its role.
+                    choice = chosen(demand, frozenset())
+                self._check_kind(choice.placement)
+            return choice
+
+        try:
+            choice = checked(origin)
+        except NoCapacity:
+            if origin is None or origin.widened is None:
+                raise
+            # No node with the bits that the stream has can go on with it.
+            choice = checked(origin.widened)
         if request.contents:
             having = [(content.digest, self._caches.holders(content)) for content in request.contents]
             placed = with_rows(choice.placement, having, self._attached, self._num_live_on, encoders)
@@ -259,12 +279,12 @@ class Placer:
         if not candidates:
             return "no node can serve"
         nodes = [candidate.node for candidate in may_serve(candidates, None) if candidate.node.model == model]
-        can = frozenset[Capability]().union(*(node.can for node in nodes))
+        can, across = frozenset[Capability]().union(*(node.can for node in nodes)), self._settings.across
         try:
             if Capability.TRANSCRIBE in can:
-                self._check_kind(choose(candidates, Demand(model, 1, 1, needs=TRANSCRIBES)))
+                self._check_kind(choose(candidates, Demand(model, 1, 1, needs=TRANSCRIBES), across=across))
             elif Capability.GENERATE in can or not can:
-                self._check_kind(choose(candidates, Demand(model, 1, 1)))
+                self._check_kind(choose(candidates, Demand(model, 1, 1), across=across))
             else:
                 # A model that gives vectors alone needs no decode node.
                 choose(candidates, Demand(model, 1, 0, embeds=True, needs=frozenset()))
@@ -303,14 +323,16 @@ class Placer:
         source: NodeDescription,
         origin: Origin | None,
         now: float,
+        kv_bits: str = "",
     ) -> NodeDescription:
-        """Choose the node to which a request's stream is moved from `source`. `origin`: where it began.
+        """Choose the node to which a request's stream is moved from `source`. `origin`: where it began. `kv_bits`: see
+        `Submit.kv_bits`, of its leg there.
 
         Raises NoCapacity with the reason if there is none.
         """
         bad = self._nodes.not_allowed(now)
         allowed = [c for c in candidates if c.node.node_id not in bad] if bad else candidates
-        return choose_move(allowed, demand_of(request, origin), source)
+        return choose_move(allowed, demand_of(request, origin), source, kv_bits=kv_bits)
 
     def moved(self, request: ValidRequest, attempt: int, placement: Placement, now: float) -> None:
         """The attempt has the request's stream, which was moved to its node."""
@@ -391,6 +413,10 @@ class Placer:
         table.refresh(able, now)
         query = self._query(able, request, demand, waited_s, now)
         way = table.cheapest(query, able)
+        if way is not None and way.reason is None and not demand.embeds and self._settings.across:
+            # There is no pair of equal numerics.
+            query = replace(query, across=True)
+            way = table.cheapest(query, able)
         if way is None:
             raise NoCapacity(f"no node that serves {demand.model} is up")
         reason = way.reason
@@ -401,8 +427,9 @@ class Placer:
         held_prefix = None
         if way.terms.pulled_tokens and query.held is not None:
             held_prefix = HeldPrefix(query.held.node.as_peer, query.held.num_tokens)
-        prefill = way.prefill.node if way.prefill else None
-        placement = Placement(prefill, way.decode.node, reason, held_prefix=held_prefix)
+        prefill, decode = way.prefill.node if way.prefill else None, way.decode.node
+        kv_bits = kv_bits_of(prefill, decode) if prefill is not None else ""
+        placement = Placement(prefill, decode, reason, held_prefix=held_prefix, kv_bits=kv_bits)
         return Choice(placement, request, attempt, query, way, demand.origin)
 
     def _query(
@@ -442,7 +469,9 @@ class Placer:
         having = [node for name, count in cached.items() if count == most and (node := self._attached.get(name))]
         # A decode node has only its answers' states, if the model has states: prefill nodes come first.
         node = min(having, key=lambda one: (one.role is Role.DECODE, self._num_live_on[one.incarnation]), default=None)
-        if node is None or (demand.origin is not None and demand.origin.bits != node.bits):
+        if node is None or (
+            demand.origin is not None and not demand.origin.is_mixed and demand.origin.bits != node.bits
+        ):
             return None
         return Held(node, self._kv_format(node), most, always=self._settings.pulls == "always")
 
@@ -488,7 +517,8 @@ class Placer:
         expected: list[tuple[str, Sequence[bytes]]] = []
         if prompt is None or len(self._attached) <= 2:
             return expected
-        for node in (placement.prefill, placement.decode):
+        # What is cached under keys of its own is no use to other prompts' nodes.
+        for node in (placement.prefill, placement.decode if not placement.kv_bits else None):
             fields = key_scheme_of(node) if node is not None else None
             if node is not None and fields is not None:
                 milestones = prompt.milestones(fields)

@@ -20,6 +20,7 @@ class Reason(NamedTuple):
 LEAST_LOADED = Reason("least_loaded_pair", "least loaded pair")
 IN_TURN = Reason("in_turn", "in turn")
 CHEAPEST_PAIR = Reason("cheapest_pair", "cheapest pair")
+ACROSS_NUMERICS = Reason("pair_across_numerics", "no pair of equal numerics can serve it: it is not bit-exact")
 CHEAPER_ALONE = Reason("cheaper_on_one_node", "cheaper on one node")
 STAYS = Reason("stays_where_its_prompt_is", "decode nodes are full, or close to their target of the time per token")
 EMBEDDING = Reason("an_embedding_takes_one_node", "an embedding takes one node")

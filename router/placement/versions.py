@@ -8,6 +8,9 @@ over when it has more nodes than the old one, and streams that the old one began
 it has ranked first for `PASSES_OVER_AFTER_S` without interruption, so that a short loss of nodes changes nothing; at
 once if the old one can serve nothing any more. Within that version, nodes that can exchange KV with none of the other
 role get no new requests either while a pair is left.
+
+Where the operator lets nodes pair across numerics (`across` below), all nodes that can exchange KV are of one version,
+whatever bits they compute.
 """
 
 from __future__ import annotations
@@ -27,6 +30,11 @@ connection takes to come back, and short beside the start of a node."""
 _DECIDE_BITS = ("model_fingerprint", "dtype", "numerics", "bit_exact")
 
 
+def version_of(node: NodeDescription, *, across: bool) -> str:
+    """The name of the version that a node is of."""
+    return node.family or node.bits if across else node.bits
+
+
 class Registered(NamedTuple):
     """A node that takes work."""
 
@@ -38,44 +46,51 @@ class Registered(NamedTuple):
 class Serving(NamedTuple):
     """The version of a model that gets new requests. Seconds on the router's clock."""
 
-    bits: str
+    version: str
+    """See `version_of`."""
     settles_at: float
     """Until then it is the version that ranks first at each moment, since the nodes are still coming: they do so one by
     one when a router has started, and when a version that was gone comes back."""
     challenger: str = ""
-    """The bits of the version that ranks before it; empty: none does."""
+    """The version that ranks before it; empty: none does."""
     passes_at: float = math.inf
     """When new requests pass over to the challenger, if it ranks first until then."""
 
 
 def serving_versions(
-    nodes: Sequence[Registered], before: Mapping[str, Serving], now: float, *, needs_pairs: bool = False
+    nodes: Sequence[Registered],
+    before: Mapping[str, Serving],
+    now: float,
+    *,
+    needs_pairs: bool = False,
+    across: bool = False,
 ) -> Mapping[str, Serving]:
     """The version of each model that gets new requests, by the model's name.
 
     `nodes`: all that take work. `before`: what this returned last. `needs_pairs`: requests are served by pairs alone.
+    `across`: nodes pair across numerics.
     """
     return {
-        model: _serving(_versions(same_model), before.get(model), now, needs_pairs)
+        model: _serving(_versions(same_model, across), before.get(model), now, needs_pairs, across)
         for model, same_model in _models(nodes)
     }
 
 
-def left_out(nodes: Sequence[Registered], serving: Mapping[str, Serving]) -> Mapping[str, str]:
+def left_out(nodes: Sequence[Registered], serving: Mapping[str, Serving], *, across: bool = False) -> Mapping[str, str]:
     """Why nodes get no new requests, by incarnation. `nodes`: all that take work; those that get them are missing.
 
-    `serving`: what `serving_versions` has returned for these nodes.
+    `serving`: what `serving_versions` has returned for these nodes. `across`: as there.
     """
     reasons: dict[str, str] = {}
     for model, same_model in _models(nodes):
-        versions = _versions(same_model)
-        first = [registered.node for registered in versions.pop(serving[model].bits)]
+        versions = _versions(same_model, across)
+        first = [registered.node for registered in versions.pop(serving[model].version)]
         reasons |= {
             registered.node.incarnation: _other_bits(registered.node, first)
             for version in versions.values()
             for registered in version
         }
-        reasons |= _without_partner(first)
+        reasons |= _without_partner(first, across)
     return reasons
 
 
@@ -89,26 +104,30 @@ def _name_of_model(registered: Registered) -> str:
     return registered.node.model
 
 
-def _versions(nodes: Sequence[Registered]) -> dict[str, list[Registered]]:
-    """The nodes of each version of a model, by their bits."""
+def _versions(nodes: Sequence[Registered], across: bool) -> dict[str, list[Registered]]:
+    """The nodes of each version of a model."""
     versions: dict[str, list[Registered]] = {}
     for registered in nodes:
-        versions.setdefault(registered.node.bits, []).append(registered)
+        versions.setdefault(version_of(registered.node, across=across), []).append(registered)
     return versions
 
 
 def _serving(
-    versions: Mapping[str, Sequence[Registered]], before: Serving | None, now: float, needs_pairs: bool
+    versions: Mapping[str, Sequence[Registered]],
+    before: Serving | None,
+    now: float,
+    needs_pairs: bool,
+    across: bool,
 ) -> Serving:
     """The version of a model that serves, of which these are the versions."""
-    if len(versions) == 1 and before is not None and before.bits in versions:
+    if len(versions) == 1 and before is not None and before.version in versions:
         return before._replace(challenger="", passes_at=math.inf)
-    ranks = {bits: _rank(version, needs_pairs) for bits, version in versions.items()}
+    ranks = {name: _rank(version, needs_pairs, across) for name, version in versions.items()}
     first = max(ranks, key=ranks.__getitem__)
-    can_serve = before is not None and before.bits in ranks and ranks[before.bits][0] == ranks[first][0]
+    can_serve = before is not None and before.version in ranks and ranks[before.version][0] == ranks[first][0]
     if before is None or not can_serve:
         return Serving(first, now + PASSES_OVER_AFTER_S)
-    if first == before.bits or now < before.settles_at:
+    if first == before.version or now < before.settles_at:
         return Serving(first, before.settles_at)
     passes_at = before.passes_at if first == before.challenger else now + PASSES_OVER_AFTER_S
     if now >= passes_at:
@@ -116,30 +135,30 @@ def _serving(
     return before._replace(challenger=first, passes_at=passes_at)
 
 
-def _rank(version: Sequence[Registered], needs_pairs: bool) -> tuple[bool, int, bool, int, str]:
+def _rank(version: Sequence[Registered], needs_pairs: bool, across: bool) -> tuple[bool, int, bool, int, str]:
     """The key of the version that ranks first: the largest one. Begins with whether it can serve anything."""
     nodes = [registered.node for registered in version]
-    has_pair = bool(_paired_formats(nodes))
+    has_pair = bool(_paired_formats(nodes, across))
     oldest = min(registered.start_number for registered in version)
     return has_pair or not needs_pairs, len(nodes), has_pair, -oldest, nodes[0].bits
 
 
-def _paired_formats(nodes: Sequence[NodeDescription]) -> Set[tuple[Role, KVFormat]]:
+def _paired_formats(nodes: Sequence[NodeDescription], across: bool) -> Set[tuple[Role, KVFormat]]:
     """The formats of KV, each with the role, that fit the format of a node of the other role."""
     kinds = {(node.role, KVFormat.of(node)) for node in nodes}
     return {
         (role, ours)
         for role, ours in kinds
         for other_role, theirs in kinds
-        if other_role is not role and ours.fits(theirs)
+        if other_role is not role and ours.fits(theirs, across=across)
     }
 
 
-def _without_partner(serving: Sequence[NodeDescription]) -> Mapping[str, str]:
+def _without_partner(serving: Sequence[NodeDescription], across: bool) -> Mapping[str, str]:
     """The nodes that can exchange KV with none of the other role while others can, with the reason."""
-    paired = _paired_formats(serving)
+    paired = _paired_formats(serving, across)
     alone = [node for node in serving if paired and (node.role, KVFormat.of(node)) not in paired]
-    return {node.incarnation: disagreement(node, serving) for node in alone}
+    return {node.incarnation: disagreement(node, serving, across=across) for node in alone}
 
 
 def _other_bits(node: NodeDescription, serving: Sequence[NodeDescription]) -> str:

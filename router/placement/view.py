@@ -20,9 +20,18 @@ from baton.registry import DesiredState, NodeRecord
 from router.listeners import Listeners
 from router.placement.encoders import LoadedEncoder
 from router.placement.known_node import KnownNode, NodeState, Partners, has_free_seat
-from router.placement.placement import Candidate, Candidates, Demand, NodeSize, Origin, may_serve, size_of
+from router.placement.placement import (
+    Candidate,
+    Candidates,
+    Demand,
+    NodeSize,
+    Origin,
+    disagreement,
+    may_serve,
+    size_of,
+)
 from router.placement.room import DEFAULT_RULES, Lack, RoomRules
-from router.placement.versions import Registered, Serving, left_out, serving_versions
+from router.placement.versions import Registered, Serving, left_out, serving_versions, version_of
 
 LOST_SHOWN_S = 60.0
 """How long a lost node is still shown to operators."""
@@ -39,11 +48,17 @@ class ClusterView:
     """All known incarnations of nodes. Its only writer is the router's event loop."""
 
     def __init__(
-        self, clock: Callable[[], float] = lambda: 0.0, rules: RoomRules = DEFAULT_RULES, *, needs_pairs: bool = False
+        self,
+        clock: Callable[[], float] = lambda: 0.0,
+        rules: RoomRules = DEFAULT_RULES,
+        *,
+        needs_pairs: bool = False,
+        across: bool = False,
     ) -> None:
         """`clock`: seconds on the router's clock; without one, the version of most nodes serves at each moment.
 
-        `rules`: which nodes have room. `needs_pairs`: whether requests are served by pairs of nodes alone.
+        `rules`: which nodes have room. `needs_pairs`: whether requests are served by pairs of nodes alone. `across`:
+        whether nodes pair across numerics.
         """
         self._has_prefills: bool | None = None
         """Whether any attached node is a prefill node; None: not known."""
@@ -52,6 +67,7 @@ class ClusterView:
         self._clock = clock
         self._rules = rules
         self._needs_pairs = needs_pairs
+        self._across = across
         self._nodes: dict[str, KnownNode] = {}
         self._ordered: dict[str, int] | None = None
         """The place of each incarnation in a stable order; None: to be computed, since nodes came or went."""
@@ -194,6 +210,7 @@ class ClusterView:
 
     def is_acknowledged(self, digest: str, origin: Origin | None = None) -> bool:
         """Whether a node that gets new requests, or may continue a stream of this origin, acknowledges this adapter."""
+        origin = origin and (origin.widened or origin)
         nodes = may_serve(self.candidates(), origin)
         return any(
             digest in registered.adapters for registered in nodes if origin is None or origin.allows(registered.node)
@@ -354,9 +371,14 @@ class ClusterView:
                 for entry in ready
                 if entry.description is not None
             ]
-            self._serving = serving_versions(nodes, self._serving, self._clock(), needs_pairs=self._needs_pairs)
+            across = self._across
+            self._serving = serving_versions(
+                nodes, self._serving, self._clock(), needs_pairs=self._needs_pairs, across=across
+            )
             self._passes_at = min((version.passes_at for version in self._serving.values()), default=math.inf)
-            before, self._left_out = self._left_out, left_out(nodes, self._serving) if is_mixed else {}
+            before, self._left_out = self._left_out, {}
+            if is_mixed:
+                self._left_out = left_out(nodes, self._serving, across=across)
             self._changed.update(
                 incarnation for incarnation in before.keys() ^ self._left_out.keys() if incarnation in self._nodes
             )
@@ -371,6 +393,7 @@ class ClusterView:
 
     def may_continue(self, origin: Origin) -> bool:
         """Whether a node that takes work may continue a stream of this origin."""
+        origin = origin.widened or origin
         return any(origin.allows(candidate.node) for candidate in self.candidates())
 
     def _count_full(self, before: Candidate | None, after: Candidate | None) -> None:
@@ -446,8 +469,8 @@ class ClusterView:
         partners: dict[str, dict[tuple[Role, KVFormat], NodeDescription]] = {}
         for node in self._nodes.values():
             if node.attached and node.runs_legs and node.description is not None and node.version is not None:
-                _, bits, kv_format = node.version
-                partners.setdefault(bits, {}).setdefault((node.description.role, kv_format), node.description)
+                version, of_role = version_of(node.description, across=self._across), node.description.role
+                partners.setdefault(version, {}).setdefault((of_role, node.version[2]), node.description)
         return tuple(self._status(node, wall, partners) for node in nodes)
 
     def _status(self, node: KnownNode, wall: float, partners: Partners) -> NodeStatus:
@@ -472,7 +495,11 @@ class ClusterView:
             free_blocks=load.free_blocks,
             leased_blocks=load.leased_blocks,
             quarantined_blocks=load.quarantined_blocks,
-            detail=node.detail or self._role_change(node) or node.notice or why_left_out or node.limits(partners),
+            detail=node.detail
+            or self._role_change(node)
+            or node.notice
+            or why_left_out
+            or self._limits(node, partners),
             bit_exact=record.bit_exact,
             is_verified=record.is_verified,
             cordoned=node.cordoned,
@@ -483,6 +510,20 @@ class ClusterView:
             pp=record.pp,
             bits=node.description.bits if node.description is not None else "",
         )
+
+    def _limits(self, node: KnownNode, partners: Partners) -> str:
+        """What a node that gets new requests can't do, or does not promise."""
+        description = node.description
+        if description is None or not node.attached or not node.runs_legs:
+            return ""
+        others = [*partners[version_of(description, across=self._across)].values()]
+        if why_alone := disagreement(description, others, across=self._across):
+            return why_alone
+        if not description.bit_exact:
+            return "is not bit-exact: a stream that it began goes on at no other node"
+        if self._across and disagreement(description, others):
+            return "pairs across numerics alone: what it computes with others is not bit-exact"
+        return ""
 
     def _role_change(self, node: KnownNode) -> str:
         role = self._desired.role_of(node.record.name)

@@ -20,7 +20,7 @@ from baton.runner.blocks.known_bytes import block_filler
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
-from kv_transfer.layout import MAX_PARTS, PROTOCOL_VERSION, LinkIdentity
+from kv_transfer.layout import MAX_PARTS, PROTOCOL_VERSION, LinkIdentity, layout_mismatch
 from kv_transfer.link.link import MAX_SPARED, MISSED_HEARTBEATS
 from kv_transfer.link.link_client import LinkClient
 from kv_transfer.link.link_codec import write_hello, write_reader_message, write_sender_message, write_welcome
@@ -618,6 +618,23 @@ async def test_layouts_that_differ_are_refused_with_both_printed() -> None:
             assert (refused.peer, refused.cause, refused.count) == (peer, "layout_mismatch", 1)
             assert f"p0 [{LAYOUT}]" in refused.story
             assert f"d0 [{other}]" in refused.story
+
+
+async def test_nodes_that_both_pair_across_numerics_exchange_kv_and_pull_none() -> None:
+    ours, theirs = replace(LAYOUT, kv_shape="shape"), replace(LAYOUT, kv_shape="shape", numerics="cuda-7")
+    for other in (replace(theirs, kv_shape=""), replace(theirs, kv_shape="other")):
+        assert "differ in numerics, kv_shape" in str(layout_mismatch(ours, other))
+    assert layout_mismatch(ours, LAYOUT) is None, "of equal numerics, whatever the other one is told"
+    async with HandoffRig(sender_layout=ours, receiver_layout=theirs) as rig:
+        await rig.join()
+        decode = rig.reserve()
+        rig.sender.finish()
+        await rig.receiver.recorder.arrival()
+        rig.assert_blocks()
+        assert not rig.receiver.intake.holders.may_pull(rig.sender.source.incarnation)
+        with pytest.raises(ValueError, match="p0 computes under other numerics"):
+            rig.receiver.connector.get_num_new_matched_tokens(decode_leg("other#1", 4, rig.sender.source), 0)
+        rig.receiver.finish(decode, transferring=False)
 
 
 # Peers that break the rules.

@@ -88,6 +88,7 @@ class EngineRig:
         turn_in_s: float = 0.0,
         held: int = 0,
         cut_by: int = 0,
+        kv_bits: str = "",
         **params: Any,
     ) -> Request:
         """Queue a request; an int as `prompt` stands for a prompt of that length.
@@ -115,6 +116,7 @@ class EngineRig:
             turn_in_s=turn_in_s,
             held_prefix=HeldPrefix(SOURCE, held) if held else None,
             cut_by=cut_by,
+            kv_bits=kv_bits,
             output_token_ids=expected_tokens(tokens, given, seed=sampling.seed, vocab_size=vocab, adapter=adapter),
         )
         self.scheduler.add_request(request, awaits_adapter=awaits_adapter)

@@ -383,12 +383,13 @@ class HandoffRig:
         keeps_valid_blocks: bool = False,
         life: str = "first",
         probe_times: ProbeTimes | None = None,
+        sender_layout: LayoutFingerprint = LAYOUT,
     ) -> None:
         """`life` is part of both incarnations, which name the transfer agents."""
         self.clock = FakeClock(100.0)
         self.fabric = FakeTransferFabric()
         self.make_backend = make_backend or self._fake_backend
-        sender = LinkIdentity("c", "p0", f"p0.{life}", LAYOUT)
+        sender = LinkIdentity("c", "p0", f"p0.{life}", sender_layout)
         self.sender = SenderHalf(self.make_backend, sender, self.clock, make_memory(), digest_every)
         identity = LinkIdentity(cluster, "d0", f"d0.{life}", receiver_layout)
         self.receiver = ReceiverHalf(

@@ -142,10 +142,12 @@ async def mini_cluster(
     encode: int = 0,
     token_ids_only: bool = False,
     router_settings: Mapping[str, object] = BOTH_KINDS,
+    num_ready: int | None = None,
     **node_settings: object,
 ) -> AsyncIterator[MiniCluster]:
     """Start router and nodes; `make_runner(node_id)` gives each node its model. Everything has ended on exit.
 
+    `num_ready`: how many nodes get new requests; None: all.
     `token_ids_only`: no text is sent; of models without files, what the router reads is written to `model_dir`.
     """
     store = FakeRegistryStore()
@@ -173,7 +175,7 @@ async def mini_cluster(
         cluster.router = await _start_router(stack, store, settings)
         cluster.channel = grpc.aio.insecure_channel(cluster.router.grpc)
         stack.push_async_callback(cluster.channel.close, None)
-        await _until_placeable(cluster, len(names))
+        await _until_placeable(cluster, len(names) if num_ready is None else num_ready)
         yield cluster
     for running in cluster.nodes.values():
         running.node.scheduler.kv_cache_manager.check_invariant()

@@ -72,9 +72,10 @@ def view_of(
     clock: Callable[[], float] = lambda: 0.0,
     rules: RoomRules = DEFAULT_RULES,
     needs_pairs: bool = False,
+    across: bool = False,
 ) -> ClusterView:
     """A view to which these nodes are attached, which were started one after the other."""
-    view = ClusterView(clock, rules, needs_pairs=needs_pairs)
+    view = ClusterView(clock, rules, needs_pairs=needs_pairs, across=across)
     view.registered([replace(record_of(node), start_number=1 + place) for place, node in enumerate(nodes)])
     for node in nodes:
         view.attached(node, now=0.0)

@@ -366,7 +366,7 @@ class SimulatedNode:
         self.connector = connector = BothHalves(
             OfferConnector(self.offering, self.runner.layout, outbox.add, post, outbox.add_work), reading
         )
-        kv_format = own_kv_format(self.runner.model, self.runner.layout, identity.protocol)
+        kv_format = own_kv_format(self.runner.model.dtype, identity)
         self.senders = KnownSenders(kv_format, self._sender_joined, self._sender_left)
         self.scheduler = self._new_scheduler(limits, clock, connector)
         self.crashes: list[BaseException] = []

@@ -183,6 +183,8 @@ def _head(timeline: Timeline) -> Sequence[str]:
     lines.append(f"  {tokens}; {read}" if timeline.kv_bytes else f"  {tokens}")
     first = f"first token after {_ms(timeline.ttft_ns)} ms" if timeline.ttft_ns is not None else "no token"
     lines.append(f"  {first}, end after {_ms(timeline.total_ns)} ms")
+    if timeline.bit_exact is False:
+        lines.append("  not bit-exact: the same request may get other tokens at other nodes")
     if timeline.trace_id:
         lines.append(f"  trace {timeline.trace_id}")
     return lines

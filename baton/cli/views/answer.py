@@ -88,6 +88,7 @@ class Answer:
                 "total_ms": end.total_ms,
             },
             "kv_bytes": end.kv_bytes,
+            "bit_exact": end.bit_exact,
         }
 
 
@@ -96,9 +97,10 @@ def summary(end: Finished) -> str:
     path = end.path
     nodes = f"{path.prefill_node} → {path.decode_node}" if path.prefill_node else path.decode_node
     moved = f", {size(end.kv_bytes)} of KV in {end.transfer_ms:.1f} ms" if path.prefill_node else ""
+    bits = ", not bit-exact" if end.bit_exact is False else ""
     return (
         f"[{nodes}{moved}; {end.prompt_tokens} + {end.completion_tokens} tokens, "
-        f"first after {end.ttft_ms:.0f} ms, {tokens_per_second(end):.0f} tokens/s, {end.finish_reason}]"
+        f"first after {end.ttft_ms:.0f} ms, {tokens_per_second(end):.0f} tokens/s, {end.finish_reason}{bits}]"
     )
 
 

@@ -61,6 +61,8 @@ class ModelFacts:
     """For each part: its name, what computes it, and why nothing faster does (empty for the fastest)."""
     template_error: str = ""
     """Why the model's chat template is not used; empty if it is, or if the model has none."""
+    bits: str = ""
+    """`NodeDescription.bits` of its nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +202,8 @@ def _bit_exact(facts: Facts) -> Finding:
     if model.error:
         return Finding("bit-exact", Level.UNKNOWN, "the model does not load", "see the line above")
     if model.bit_exact:
-        return Finding("bit-exact", Level.OK, "yes, as a check with the model's own shapes and weights has just shown")
+        shown = "yes, as a check with the model's own shapes and weights has just shown"
+        return Finding("bit-exact", Level.OK, f"{shown}; its tokens are those of all nodes with the BITS {model.bits}")
     return Finding(
         "bit-exact",
         Level.WARNING,

@@ -24,6 +24,7 @@ from baton.cli.views.doctor_checks import Facts, GpusFacts, ModelFacts
 from baton.config import NodeConfig, UpConfig
 from baton.config.setting import settings_of
 from baton.errors import BatonError, ConfigError
+from baton.messages.node import bits_of
 from baton.messages.node_model import ONE_RANK, NodeShape
 from baton.models.resolve import FoundModel
 
@@ -148,6 +149,7 @@ def model_facts(model: FoundModel, dtype: str, threads: int) -> ModelFacts:
         info.weight_bytes,
         paths,
         _template_error(directory),
+        bits_of(info.fingerprint, info.dtype, info.numerics, info.bit_exact),
     )
 
 

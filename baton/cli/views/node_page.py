@@ -102,6 +102,7 @@ def _model(description: NodeDescription) -> list[Field]:
         ("Numerics", description.numerics),
         ("Bit-exact", _yes_or_why_not(description.bit_exact, description.bit_exact_reason)),
         ("Bits", description.bits),
+        ("Crosses", f"to any numerics with KV of {description.kv_shape}" if description.kv_shape else "no"),
         ("Verified", _verified(description)),
         ("Longest", f"{description.max_model_len} tokens"),
         ("Can", ", ".join(in_order(description.can))),

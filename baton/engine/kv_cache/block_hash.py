@@ -58,9 +58,10 @@ class BlockHasher:
         self._parent_head = b"P" + _LENGTH.pack(KEY_BYTES)
         self._tokens_head = b"T" + _LENGTH.pack(block_size * _TOKEN_BYTES)
 
-    def root(self, *, cache_salt: str = "", lora_id: str = "", is_long: bool = False) -> bytes:
+    def root(self, *, cache_salt: str = "", lora_id: str = "", is_long: bool = False, kv_bits: str = "") -> bytes:
         """The parent key of a request's first block. Requests with different `cache_salt` never share a block, nor do
-        those with different adapters (`lora_id`, a digest) or rotary angles (`is_long`, see `LongSequences`).
+        those with different adapters (`lora_id`, a digest) or rotary angles (`is_long`, see `LongSequences`), nor those
+        with KV that was computed under other numerics (`kv_bits`, see `Submit.kv_bits`).
         """
         return hashlib.sha256(
             b"".join(
@@ -73,6 +74,7 @@ class BlockHasher:
                     _field(b"A", lora_id.encode()),
                     _field(b"S", cache_salt.encode()),
                     _field(b"R", b"long") if is_long else b"",
+                    _field(b"N", kv_bits.encode()) if kv_bits else b"",
                 )
             )
         ).digest()
@@ -116,7 +118,12 @@ class BlockHasher:
             keys.append(parent)
 
     def _root_of(self, request: Request) -> bytes:
-        return self.root(cache_salt=request.spec.cache_salt, lora_id=request.adapter, is_long=request.is_long)
+        return self.root(
+            cache_salt=request.spec.cache_salt,
+            lora_id=request.adapter,
+            is_long=request.is_long,
+            kv_bits=request.kv_bits,
+        )
 
     def extend_request(self, request: Request, num_tokens: int) -> None:
         """Bring `request.block_hashes` up to all full blocks of its first `num_tokens` tokens (prompt and output)."""

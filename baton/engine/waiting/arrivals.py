@@ -47,11 +47,12 @@ class Arrivals:
                 state.counters.num_unknown_transfers += 1
             elif request.pulled_end:
                 self._end_pull(request, lost.num_valid_blocks, lost.partly_filled)
-            elif policy == "recompute" and not request.cut_by:
+            elif policy == "recompute" and not (request.cut_by or request.kv_bits):
                 self._compute_here(request, lost)
             else:
-                # A stream that was to move here may go on where it is.
-                outcome = Outcome.KV_LOST if policy == "reroute" or request.cut_by else Outcome.ERROR
+                # A stream that was to move here may go on where it is. One that began under other numerics may have a
+                # first token that is not this node's.
+                outcome = Outcome.ERROR if policy == "fail" and not request.cut_by else Outcome.KV_LOST
                 state.end(request, outcome, outputs, error=lost.detail, transfer_cause=lost.cause)
         for request_id in transfers.released:
             state.counters.num_unknown_transfers += not self._manager.held.release(request_id)

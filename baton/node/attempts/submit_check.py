@@ -35,6 +35,9 @@ from baton.messages.sampling import CONSTRAINT_KINDS, NUMBER_RANGES, ConstraintK
 from baton.messages.spans import ContentKind, EncoderContent, digest_of_rows, has_rows, source_spans
 from baton.text.constraints.json_schemas import MAX_SCHEMA_BYTES
 
+MAX_KV_BITS = 64
+"""The most characters of `Submit.kv_bits`, which is part of keys of blocks."""
+
 
 def objection(submit: Submit, node: NodeDescription) -> str | None:
     """Why this node can't run the leg, beginning with the field's name; None when it can."""
@@ -68,6 +71,8 @@ def objection(submit: Submit, node: NodeDescription) -> str | None:
         submit.leg is Leg.DECODE and submit.output_token_ids and num_tokens < submit.cut_by <= most
     ):
         return f"cut_by: must be {num_tokens + 1} to {most}, for a decode leg that continues an output, or missing"
+    if len(submit.kv_bits) > MAX_KV_BITS or (submit.kv_bits and submit.leg is not Leg.DECODE):
+        return f"kv_bits: must have at most {MAX_KV_BITS} characters, for a decode leg, or be missing"
     if submit.turn is not None and not math.isfinite(submit.turn):
         return "turn: must be a finite number of seconds"
     if spec.adapter and not is_adapter_digest(spec.adapter):
@@ -237,4 +242,5 @@ def engine_request(submit: Submit, eos_token_ids: frozenset[int], client_index: 
         turn_in_s=submit.turn or 0.0,
         held_prefix=submit.held_prefix,
         cut_by=submit.cut_by,
+        kv_bits=submit.kv_bits,
     )

@@ -139,6 +139,8 @@ class Intake:
         self._layout = layout
         self._pools: dict[str, tuple[int, BlockMap]] = {}
         """Size of each linked sender's pool in blocks, and the sizes of blocks, by incarnation."""
+        self._of_other_numerics: set[str] = set()
+        """Those among the linked senders that compute KV under other numerics than this node."""
         self._asking: set[AttemptKey] = set()
         """Pulls for which no blocks are reserved yet."""
         self._pulls: dict[AttemptKey, str] = {}
@@ -248,10 +250,15 @@ class Intake:
 
     def link_up(self, welcome: LinkWelcome) -> None:
         windows = self._layout.windows if self._layout is not None else (None,)
-        sizes = BlockMap(welcome.layout.block_size, self._identity.layout.block_size, windows)
+        ours = self._identity.layout
+        sizes = BlockMap(welcome.layout.block_size, ours.block_size, windows)
+        has_our_numerics = welcome.layout.numerics == ours.numerics
+        (self._of_other_numerics.discard if has_our_numerics else self._of_other_numerics.add)(welcome.incarnation)
         self._pools[welcome.incarnation] = (welcome.num_blocks, sizes)
         self._needed_at[welcome.incarnation] = self._clock.monotonic()
-        self.holders.link_up(welcome.incarnation, takes_pulls=welcome.takes_pulls and sizes.is_equal)
+        # What is pulled is cached under keys of this node's own numerics.
+        may_pull = welcome.takes_pulls and sizes.is_equal and has_our_numerics
+        self.holders.link_up(welcome.incarnation, takes_pulls=may_pull)
         self._refused.link_opened(welcome.node_id)
         self._absent.link_opened(welcome.node_id, welcome.incarnation)
         sender = sender_of(welcome, self._layout)
@@ -278,6 +285,7 @@ class Intake:
         self._ended_log.happened("link to %s ended: %s", incarnation, error)
         source = self.links.ended(incarnation)
         was_up = self._pools.pop(incarnation, None) is not None
+        self._of_other_numerics.discard(incarnation)
         self.holders.link_down(incarnation)
         if source is not None:
             self._refused.link_ended(source.node_id, error.cause, error.detail)
@@ -295,6 +303,11 @@ class Intake:
     def may_plan(self, attempt: AttemptKey) -> bool:
         """Whether the sender of an expected attempt has begun to compute it. May be called from any thread."""
         return attempt in self._may_plan
+
+    def has_other_numerics(self, incarnation: str) -> bool:
+        """Whether a sender with which there is a link computes under other numerics than this node. May be called from
+        any thread."""
+        return incarnation in self._of_other_numerics
 
     def num_kept(self, attempt: AttemptKey) -> int | None:
         """How many of a prompt's first tokens the sender keeps for a pull; None: it has not said that yet. May be

@@ -62,7 +62,10 @@ class IntakeConnector:
         # A prompt is read once: after a preemption its lease is over, and this node computes the lost KV itself.
         if request.leg is not Leg.DECODE or request.request_id in self._planned:
             return NO_EXTERNAL_TOKENS
-        missing = request.num_exchanged_tokens - num_computed_tokens
+        source, missing = request.kv_source, request.num_exchanged_tokens - num_computed_tokens
+        if source is not None and not request.kv_bits and self._intake.has_other_numerics(source.incarnation):
+            # Its blocks would be cached as if this node had computed them.
+            raise ValueError(f"{source.node_id} computes under other numerics, and the leg's router does not say so")
         if missing > 0 and not self._intake.may_plan(request.attempt):
             return ExternalTokens(None)
         if request.cut_by:

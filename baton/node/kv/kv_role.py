@@ -57,7 +57,8 @@ class KvRole:
         """`make_backend` makes a transfer agent of a name. `protocol`: the version of the link's protocol; tests pass
         other versions."""
         runner, config = context.runner, context.config
-        layout = LayoutFingerprint.of(runner.model, runner.layout, NixlBackend.name)
+        across = config.pair_across_numerics
+        layout = LayoutFingerprint.of(runner.model, runner.layout, NixlBackend.name, across=across)
         identity = LinkIdentity(config.cluster, config.node_id, context.incarnation, layout, context.address, protocol)
         self._identity = identity
         every = digest_every(config.kv_digests)
@@ -116,6 +117,11 @@ class KvRole:
     @property
     def connector(self) -> BothHalves:
         return self._connector
+
+    @property
+    def identity(self) -> LinkIdentity:
+        """How this node introduces itself to others."""
+        return self._identity
 
     @property
     def link_protocol(self) -> int:

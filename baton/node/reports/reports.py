@@ -70,6 +70,7 @@ def describe(
         kv_groups=len(layout.groups),
         row_numerics=model.row_numerics,
         takes_moves=link_protocol > 0 and Capability.GENERATE in model.capabilities,
+        kv_shape=layout.exchange_shape if link_protocol and config.pair_across_numerics else "",
     )
 
 

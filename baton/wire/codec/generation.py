@@ -55,6 +55,8 @@ _PATH_KEYS = (
     "baton-path-reason",
     "baton-kv-bytes",
 )
+_BIT_EXACT_KEY = "baton-bit-exact"
+"""Is sent where the answer is not bit-exact, with the value `false`."""
 _CALL_NUMBER_KEY = "baton-call"
 _MAX_CALL_NUMBER_DIGITS = 9
 _TASKS = enum_numbers(EmbedTask, generation.EmbedTask.DESCRIPTOR)
@@ -200,6 +202,8 @@ def event_to_pb(event: GenerateEvent, request_id: str) -> generation.GenerateRes
             total_ms=event.total_ms,
         ),
     )
+    if event.bit_exact is not None:
+        finished.bit_exact = event.bit_exact
     _set_stop_reason(finished, event.stop_reason)
     return generation.GenerateResponse(request_id=request_id, finished=finished)
 
@@ -252,7 +256,8 @@ def path_to_metadata(finished: Finished) -> tuple[tuple[str, str], ...]:
     """The nodes that served the request, as trailing metadata, for debugging."""
     path = finished.path
     values = (path.prefill_node, path.decode_node, str(path.attempts), path.reason, str(finished.kv_bytes))
-    return tuple(zip(_PATH_KEYS, map(_printable, values), strict=True))
+    named = tuple(zip(_PATH_KEYS, map(_printable, values), strict=True))
+    return (*named, (_BIT_EXACT_KEY, "false")) if finished.bit_exact is False else named
 
 
 def _printable(value: str) -> str:
@@ -322,6 +327,7 @@ def finished_from_pb(pb: generation.Finished, metadata: Sequence[tuple[str, str 
         kv_bytes=int(kv_bytes or 0),
         path=Path(prefill, decode, int(attempts or 1), reason),
         draft_counts=DraftCounts(pb.usage.draft_tokens, pb.usage.accepted_draft_tokens),
+        bit_exact=pb.bit_exact if pb.HasField("bit_exact") else None,
     )
 
 

@@ -174,10 +174,10 @@ class EventWriter:
         """The last events of a request that ended well: its usage, if that is wanted, and the end."""
         if not self._options.usage:
             return DONE
-        return (
-            self._event(f'{self._head}],"usage":{json.dumps(final_usage([finished], self.num_reasoning_tokens))}}}\n\n')
-            + DONE
-        )
+        usage = json.dumps(final_usage([finished], self.num_reasoning_tokens))
+        # The events before it may name a fingerprint all the same: where the nodes came later that made it untrue.
+        bits = ',"bit_exact":false' if finished.bit_exact is False else ""
+        return self._event(f'{self._head}],"usage":{usage}{bits}}}\n\n') + DONE
 
     def error(self, error: BatonError) -> bytes:
         """The last event of a request that failed."""

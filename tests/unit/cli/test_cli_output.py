@@ -41,6 +41,7 @@ TEXT = st.text(st.characters(codec="utf-8")) | st.text("ab \n:#-'\"\t|>%@`!&*{}[
 FINISHED = Finished(
     *("length", None, 5, 2, 1, 0.5, 2.0, 1.5, 3.0, 13.0, 2048, Path("p0", "d0", 1, "disaggregated")),
     draft_counts=DraftCounts(4, 1),
+    bit_exact=False,
 )
 
 
@@ -105,6 +106,7 @@ def test_generate_json_has_exactly_the_documented_keys() -> None:
         "path": {"prefill_node": "p0", "decode_node": "d0", "attempts": 1, "reason": "disaggregated"},
         "timings": {"queue_ms": 0.5, "prefill_ms": 2.0, "transfer_ms": 1.5, "ttft_ms": 3.0, "total_ms": 13.0},
         "kv_bytes": 2048,
+        "bit_exact": False,
     }
 
 
@@ -122,7 +124,7 @@ def test_generate_json_has_choices_when_there_are_several() -> None:
     for event in events:
         answer.add(event)
     result = answer.to_json()
-    assert list(result) == ["choices", "usage", "path", "timings", "kv_bytes"]
+    assert list(result) == ["choices", "usage", "path", "timings", "kv_bytes", "bit_exact"]
     assert result["choices"] == [
         {"index": 0, "text": "ab", "token_ids": [7, 8], "finish_reason": "length"},
         {"index": 1, "text": "x", "token_ids": [9], "finish_reason": "stop"},
@@ -139,7 +141,7 @@ def test_a_stream_without_an_end_is_an_error() -> None:
 
 def test_the_summary_of_a_request() -> None:
     assert summary(FINISHED) == (
-        "[p0 → d0, 2.0 KiB of KV in 1.5 ms; 5 + 2 tokens, first after 3 ms, 100 tokens/s, length]"
+        "[p0 → d0, 2.0 KiB of KV in 1.5 ms; 5 + 2 tokens, first after 3 ms, 100 tokens/s, length, not bit-exact]"
     )
 
 

@@ -28,9 +28,10 @@ def key(
     salt: str = "",
     lora: str = "",
     images: tuple[str, ...] = (),
+    kv_bits: str = "",
 ) -> bytes:
     hasher = BlockHasher(fields, block_size)
-    return hasher.block_key(hasher.root(cache_salt=salt, lora_id=lora), tokens, images)
+    return hasher.block_key(hasher.root(cache_salt=salt, lora_id=lora, kv_bits=kv_bits), tokens, images)
 
 
 CHANGES: dict[str, Callable[[], bytes]] = {
@@ -43,6 +44,7 @@ CHANGES: dict[str, Callable[[], bytes]] = {
     "order of tokens": lambda: key(tokens=(2, 1, 3, 4)),
     "salt": lambda: key(salt="tenant"),
     "lora": lambda: key(lora="tenant"),
+    "other numerics": lambda: key(kv_bits="tenant"),
     "image": lambda: key(images=("a",)),
     "two images": lambda: key(images=("a", "b")),
     "images joined": lambda: key(images=("ab",)),
@@ -152,3 +154,12 @@ def test_a_key_covers_the_spans_that_overlap_its_block_and_where_they_begin() ->
 def test_keys_of_different_block_sizes_differ() -> None:
     small, large = FakeRunner(4, 4), FakeRunner(4, 8)
     assert CacheKeyFields.of(small.model, small.layout) != CacheKeyFields.of(large.model, large.layout)
+
+
+def test_sequences_of_one_prompt_with_kv_of_other_numerics_have_its_keys() -> None:
+    hasher = BlockHasher(FIELDS, 4)
+    request = Request("r", RequestSpec(TOKENS, SamplingParams(n=2)), kv_bits="theirs")
+    sibling = request.sibling("r~1", SamplingParams())
+    for one in (request, sibling):
+        hasher.extend_request(one, 4)
+        assert one.block_hashes == [key(kv_bits="theirs")]

@@ -428,6 +428,14 @@ def test_blocks_are_kept_when_the_connector_raises_at_a_requests_end(leg: Leg, l
     assert rig.scheduler.counters.num_connector_errors == 1
 
 
+def test_a_failed_load_of_kv_of_other_numerics_is_never_computed_here() -> None:
+    """Its first token may have gone out, and would not be this node's."""
+    rig = EngineRig(on_transfer_failure="recompute")
+    rig.begin("d", prompt_of(21, 9), leg=Leg.DECODE, kv_bits="theirs")
+    (output,) = rig.transfer(failed={"d": "peer gone"})
+    assert output.outcome is Outcome.KV_LOST
+
+
 def test_a_failed_load_is_computed_here_under_the_policy_recompute() -> None:
     rig = EngineRig(on_transfer_failure="recompute")
     prompt = prompt_of(21, 9)

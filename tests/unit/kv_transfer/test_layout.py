@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.runner import KVLayout, ModelInfo
+from baton.engine.runner import KVLayout, LayerState, ModelInfo
 from kv_transfer.layout import LayoutFingerprint, layout_mismatch
 
 MODEL = ModelInfo("m", "f00d", "llama", "float32", "cpu-avx512", 100, 64, frozenset({2}), True)
@@ -20,7 +20,7 @@ def test_equal_fingerprints_are_accepted() -> None:
     assert OURS.block_bytes == 2 * 2 * 4 * 16 * 32 * 4
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(LayoutFingerprint)])
+@pytest.mark.parametrize("name", [field.name for field in fields(LayoutFingerprint) if field.name != "kv_shape"])
 def test_any_difference_is_named_and_both_sides_are_printed(name: str) -> None:
     value = getattr(OURS, name)
     changed: dict[str, Any] = {name: value + 1 if isinstance(value, int) else value + "x"}
@@ -45,3 +45,16 @@ def test_block_sizes_that_dont_fit_are_refused_with_the_reason(block_size: int) 
     theirs = LayoutFingerprint.of(MODEL, replace(LAYOUT, block_size=block_size), "nixl")
     detail = layout_mismatch(OURS, theirs) or ""
     assert "block_size, block_bytes (neither block size divides the other): here" in detail
+
+
+def test_nodes_that_pair_across_numerics_need_equal_kv_and_for_states_equal_blocks() -> None:
+    across = LayoutFingerprint.of(MODEL, LAYOUT, "nixl", across=True)
+    others = replace(across, numerics="cuda")
+    assert layout_mismatch(across, others) is None
+    assert layout_mismatch(OURS, replace(OURS, kv_shape="x")) is None, "of equal numerics, whatever they are told"
+    assert "differ in numerics, kv_shape" in (layout_mismatch(OURS, others) or "")
+    assert "differ in dtype:" in (layout_mismatch(across, replace(others, dtype="bfloat16")) or "")
+    larger = LayoutFingerprint.of(replace(MODEL, numerics="cuda"), replace(LAYOUT, block_size=32), "nixl", across=True)
+    assert layout_mismatch(across, larger) is None
+    states = KVLayout(16, (LayerState(heads=1, key_dim=2, value_dim=2),), "float32")
+    assert states.exchange_shape != replace(states, block_size=32).exchange_shape

@@ -70,6 +70,15 @@ def test_nodes_that_can_hand_over_nothing_are_not_met() -> None:
     assert met == []
 
 
+def test_a_node_that_pairs_across_numerics_meets_those_that_do_so_too() -> None:
+    met: list[Peer] = []
+    senders = KnownSenders(FORMAT._replace(kv_shape="s"), met.append, lambda incarnation: None)
+    other = replace(P0, numerics="cuda-1")
+    for kv_shape in ("", "t", "s"):
+        senders.update({"p0": replace(other, kv_shape=kv_shape, incarnation=f"p0.{kv_shape}"), "p1": P1})
+    assert [source.incarnation for source in met] == ["p1.x", "p0.s"]
+
+
 def test_nodes_with_blocks_of_another_size_that_fits_are_met() -> None:
     met: list[Peer] = []
     senders = KnownSenders(FORMAT, met.append, lambda incarnation: None)

@@ -16,7 +16,7 @@ from baton.engine.connector import KVTransferOutput, LostKV
 from baton.engine.sequences.beams import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import Draining, TransferCause
-from baton.messages.ids import AttemptKey
+from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import (
     HEARTBEAT_S,
     Abort,
@@ -388,6 +388,13 @@ def test_the_blocks_of_the_reader_must_fit(leg: Leg, size: int) -> None:
     why = objection(changed(submit(leg=leg), reader_block_size=size), node) or ""
     fits = size in (1, 4, 8, 1 << 31) and leg is Leg.PREFILL
     assert why.startswith("reader_block_size: ") == (not fits and size != 0)
+
+
+def test_kv_of_other_numerics_is_named_for_decode_legs_and_shortly() -> None:
+    decode = changed(submit(leg=Leg.DECODE), kv_source=Peer("p", "p.1", "h:1"))
+    assert objection(changed(decode, kv_bits="x" * 64), DESCRIPTION) is None
+    for unsound in (changed(decode, kv_bits="x" * 65), changed(submit(leg=Leg.WHOLE), kv_bits="x")):
+        assert (objection(unsound, DESCRIPTION) or "").startswith("kv_bits: ")
 
 
 def test_a_turn_is_a_number_of_seconds_and_may_be_missing() -> None:

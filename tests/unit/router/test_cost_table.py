@@ -44,6 +44,8 @@ def some_nodes(rng: Random) -> Sequence[NodeDescription]:
             block_size=rng.choice([4, 4, 4, 6, 12, 16]),
             block_bytes=100_000,
             dtype=rng.choice(["float32", "float32", "bfloat16"]),
+            numerics=rng.choice(["cpu", "cpu", "cuda"]),
+            kv_shape=rng.choice(["", "shape"]),
             bit_exact=rng.random() < 0.9,
             max_num_batched_tokens=rng.choice([0, 256, 512]),
             embedding_size=rng.choice([0, 8]),
@@ -119,7 +121,8 @@ class Fleet:
         tokens, embeds = rng.choice([1, 40, 700, 3000]), rng.random() < 0.2
         demand = Demand(MODEL, tokens, rng.choice([1, 20, 500]), embeds, EMBEDS if embeds else GENERATES)
         if candidates and rng.random() < 0.3:
-            demand = replace(demand, origin=Origin.of(rng.choice(candidates).node))
+            origin = Origin.of(rng.choice(candidates).node, across=True)
+            demand = replace(demand, origin=rng.choice([origin, origin.widened]))
         exclude, rooms = self.sample(rng.choice([0.0, 0.3])), rng.random() < 0.5
         self.table.set_candidates(candidates)
         able = self.table.fitting_rows(demand, exclude, with_room=rooms)
@@ -157,6 +160,7 @@ class Fleet:
             pairs_passed_over=frozenset(
                 (a.node.node_id, b.node.node_id) for a in candidates for b in candidates if rng.random() < 0.2
             ),
+            across=rng.random() < 0.5,
         )
         assert self.table.cheapest(query, able) == cheapest(query)
 
@@ -193,10 +197,13 @@ def test_only_rows_of_changed_nodes_are_recomputed(num_changed: int) -> None:
 
 def test_formats_fit_each_other_in_the_table_as_they_do_one_by_one() -> None:
     kinds = [
-        KVFormat(model, "n", dtype, size, protocol)
+        KVFormat(model, numerics, dtype, size, protocol, shape)
+        for numerics, shape in (("cpu", ""), ("cpu", "s"), ("cuda", "s"), ("cuda", "t"))
         for model in ("m0", "m1")
         for dtype in ("float32", "int8")
-        for size in (8, 16, 24, 32)
+        for size in (8, 16, 24)
         for protocol in (5, 6)
     ]
-    assert fitting_kinds(kinds).tolist() == [[one.fits(other) for other in kinds] for one in kinds]
+    for across in (False, True):
+        fits = [[one.fits(other, across=across) for other in kinds] for one in kinds]
+        assert fitting_kinds(kinds, across=across).tolist() == fits

@@ -9,7 +9,7 @@ import torch
 
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.cuda.kernels import Kernels
-from baton.runner.backends.cuda.numerics import Gpu, gpu_numerics
+from baton.runner.backends.cuda.numerics import Gpu, gpu_numerics, host_numerics
 from baton.runner.backends.torch_operations import TorchOperations
 from tests.doubles.fake_attention import fake_paged_attention
 from tests.support.load_with import load_tiny
@@ -33,11 +33,11 @@ def test_cards_of_one_capability_are_alike_where_kernels_of_our_own_compute(monk
     assert before != gpu_numerics(H100, of_torch, 128)
 
 
-def test_a_model_on_a_gpu_does_not_name_the_hosts_processor(tmp_path: Path) -> None:
+def test_a_model_on_a_gpu_names_what_the_host_has_computed_and_not_its_processor(tmp_path: Path) -> None:
     capability = torch.backends.cpu.get_cpu_capability()
     on_a_gpu = load_tiny(
         tmp_path, "llama", operations=CudaOperations(torch.device("cpu"), Kernels(fake_paged_attention))
     ).model
     assert capability not in on_a_gpu.numerics
-    assert f"/torch-{torch.__version__}/" in on_a_gpu.numerics
+    assert f"/torch-{torch.__version__}-{host_numerics()}/" in on_a_gpu.numerics
     assert capability in load_tiny(tmp_path, "llama", operations=TorchOperations(1)).model.numerics

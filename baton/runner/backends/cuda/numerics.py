@@ -2,15 +2,17 @@
 
 It has the compute capability, and what computes each kind of work: kernels of our own with their versions and Triton's,
 or torch's products with what decides in which order cuBLAS sums. It does not have the card's name: two cards of one
-capability compute equal bits with the same kernels, and may exchange KV and streams. Nor has it the host's processor,
-which computes nothing of a model on a GPU.
+capability compute equal bits with the same kernels, and may exchange KV and streams. Nor has it the host's processor:
+that computes nothing of a step, and of what it computes when a model is loaded the bits themselves are named.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -63,6 +65,20 @@ def _cublas(gpu: Gpu, rows_per_call: int) -> str:
     if workspace := os.environ.get("CUBLAS_WORKSPACE_CONFIG"):
         name += f"-workspace-{workspace}"
     return f"{name}-tf32" if torch.backends.cuda.matmul.allow_tf32 else name
+
+
+@cache
+def host_numerics() -> str:
+    """A fingerprint of the inverse frequencies of rotary angles, which the host computes when a model is loaded.
+
+    Their last bits depend on the vector instructions that torch uses for powers.
+    """
+    digest = hashlib.sha256()
+    for base in (1e4, 5e5, 1e6):
+        for width in (16, 64, 80, 128, 256):
+            exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
+            digest.update((1.0 / (base**exponents)).numpy().tobytes())
+    return f"angles-{digest.hexdigest()[:8]}"
 
 
 def _version(*packages: str, otherwise: str = "unknown") -> str:

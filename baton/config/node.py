@@ -228,8 +228,8 @@ class NodeConfig(NodeSettings, ProcessSettings):
     advertise: HostPort = Field("", description="HOST:PORT at which others reach the node. Default: where it listens.")
     hosts: Annotated[int, Field(ge=1, le=64)] = Field(
         1,
-        description="Hosts that compute this node's model, one stage each: every one runs `baton node` with the same "
-        "settings, a copy of the model, and its own `host_rank`. The tokens are the same.",
+        description="Hosts that compute this node's model, one stage each, of `tp` ranks: every one runs `baton node` "
+        "with the same settings, a copy of the model, and its own `host_rank`. The tokens are the same.",
     )
     host_rank: Annotated[int, Field(ge=0, le=63)] = Field(
         0,

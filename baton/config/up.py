@@ -74,14 +74,14 @@ class UpConfig(RouterSettings, NodeSettings):
 
     @model_validator(mode="after")
     def _one_stage_a_host(self) -> Self:
-        for role, hosts, tp, pp in (
-            ("prefill", self.prefill_hosts, self.prefill_tp or self.tp, self.prefill_pp or self.pp),
-            ("decode", self.decode_hosts, self.decode_tp or self.tp, self.decode_pp or self.pp),
+        for role, hosts, pp in (
+            ("prefill", self.prefill_hosts, self.prefill_pp or self.pp),
+            ("decode", self.decode_hosts, self.decode_pp or self.pp),
         ):
-            if hosts > 1 and (tp > 1 or pp > 1):
+            if hosts > 1 and pp > 1:
                 raise ValueError(
-                    f"{role}_hosts is {hosts}, and {role} nodes have tp {tp} and pp {pp}: a node on several hosts has "
-                    f"one stage of one rank on each, so leave {role}_tp and {role}_pp at 1"
+                    f"{role}_hosts is {hosts}, and {role} nodes have pp {pp}: a node on several hosts has one stage on "
+                    f"each, so leave {role}_pp at 1"
                 )
         return self
 

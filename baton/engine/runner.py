@@ -309,8 +309,9 @@ class AdapterHost(Protocol):
     def load(self, directory: Path, digest: str) -> None:
         """Read the adapter in a directory, so that later steps may name it; no effect if it is loaded.
 
-        Called from any thread, also while a step is executed. Everything is checked before memory is taken. Raises
-        AdapterRefused if the files are unsound, are not those of this digest, or don't fit the model.
+        Called from any thread, also while a step is executed. Each process of a model checks everything before it takes
+        memory. Raises AdapterRefused if the files are unsound, are not those of this digest, or don't fit the model;
+        then no process has the adapter.
         """
         ...
 

@@ -33,6 +33,11 @@ def only_below(roots: Sequence[str]) -> Iterator[None]:
         _roots.reset(before)
 
 
+def allowed_roots() -> Sequence[str] | None:
+    """The directories of `only_below` in this thread; None: it may open files anywhere."""
+    return _roots.get()
+
+
 def is_below(path: str, roots: Sequence[str]) -> bool:
     """Whether a path is one of these directories or below one. All are real paths, without links."""
     return any(path == root or path.startswith(root.rstrip("/") + "/") for root in roots)

@@ -98,9 +98,9 @@ def _other_hosts(config: NodeConfig) -> StageLeader | None:
     tls = config.tls.live() if config.tls is not None else None
     _, port = config.first_host_address
     with closing(StageListener(config.host, port, node_id=config.node_id, cluster=config.cluster, tls=tls)) as hosts:
-        links = hosts.accept(config.hosts)
+        links = hosts.accept(config.hosts, config.tp)
     _log.info("all hosts of this node are here, and load the model", hosts=[link.name for link in links])
-    return StageLeader(links)
+    return StageLeader(links, tensor_parallel=config.tp)
 
 
 def log_slow_paths(model: ModelInfo) -> None:

@@ -68,7 +68,7 @@ def load_runner(
     with named_errors(spec.model_dir), ExitStack() as on_failure:
         if stages is not None:
             on_failure.callback(stages.close)
-            check_hosts(stages.stage.count, spec.tensor_parallel, spec.pipeline_parallel)
+            check_hosts(stages.stage.count, spec.pipeline_parallel)
             spec = replace(spec, pipeline_parallel=stages.stage.count)
         device = resolve_device(spec.device)
         if spec.tensor_parallel > 1 and device.type != "cpu":
@@ -137,10 +137,8 @@ class _Loading:
         `on_one_cpu`: all stages share the threads and the memory of this host.
         """
         spec, config = self.spec, self.model.config
-        num_threads = least_threads = spec.num_threads
-        if on_one_cpu:
-            num_threads = divided(spec.num_threads, spec.pipeline_parallel)[-1]
-            least_threads = divided(num_threads, spec.tensor_parallel)[-1]
+        num_threads = divided(spec.num_threads, spec.pipeline_parallel)[-1] if on_one_cpu else spec.num_threads
+        least_threads = divided(num_threads, spec.tensor_parallel)[-1]
         stage_spec = StageSpec(
             model_dir=str(spec.model_dir),
             fingerprint=self.model.fingerprint,
@@ -188,7 +186,7 @@ class _Loading:
         """
         spec = self.spec
         images = self._images() if transformer.row_width else None
-        info = self._verified(self._info(transformer, takes_adapters=leader is None), transformer)
+        info = self._verified(self._info(transformer), transformer)
         if isinstance(leader, StageLeader):
             leader.check_numerics(info.numerics)
         if images is not None:
@@ -205,7 +203,9 @@ class _Loading:
             info = replace(info, compute_paths=(*info.compute_paths, self.drafting.path(transformer)))
             draft_model = self.drafting.start(transformer, info)
         if isinstance(transformer, LeadingStage) and leader is not None:
-            return PipelinedModelRunner(info, transformer, spec.host_cache_bytes, draft_model, leader, images)
+            return PipelinedModelRunner(
+                info, transformer, spec.host_cache_bytes, draft_model, leader, images, spec.max_lora_rank
+            )
         return make_runner(info, transformer, spec.host_cache_bytes, draft_model, leader, images, spec.max_lora_rank)
 
     def _images(self) -> ImageInputs | None:
@@ -224,9 +224,9 @@ class _Loading:
             )
         return replace(info, is_verified=not why_unverified, why_unverified=why_unverified)
 
-    def _info(self, transformer: Transformer, takes_adapters: bool) -> ModelInfo:
+    def _info(self, transformer: Transformer) -> ModelInfo:
         model, operations = self.model, self.operations
-        why_not_exact, why_no_adapters = self._settled(transformer, takes_adapters)
+        why_not_exact, why_no_adapters = self._settled(transformer)
         info = model_info(self.spec, model, operations, transformer.layout, transformer.max_model_len, why_not_exact)
         pooling = read_pooling(model.checkpoint.directory)
         capabilities = pooling.capabilities
@@ -243,7 +243,7 @@ class _Loading:
         if why_no_adapters:
             _log.warning("%s takes no adapters: %s", info.name, why_no_adapters)
             paths = (*paths, ComputePath("adapters", "refused", why_no_adapters))
-        elif takes_adapters:
+        else:
             capabilities |= {Capability.LORA}
         return replace(
             info,
@@ -255,7 +255,7 @@ class _Loading:
             compute_paths=paths,
         )
 
-    def _settled(self, transformer: Transformer, takes_adapters: bool) -> tuple[str | None, str]:
+    def _settled(self, transformer: Transformer) -> tuple[str | None, str]:
         """Choose torch's rows per call: with adapters bit-exact, too, if any number does that.
 
         Returns why the model's steps are not bit-exact (None: they are), and why it takes no adapters although they
@@ -263,8 +263,6 @@ class _Loading:
         """
         why_not = partial(why_not_bit_exact, self.model, transformer)
         settled = partial(settle, self.operations, transformer.set_rows_per_call)
-        if not takes_adapters:
-            return settled(why_not), ""
         reason = settled(lambda: why_not() or transformer.why_adapters_not_bit_exact())
         if reason is None or why_not() is not None:
             return reason, ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -15,9 +14,9 @@ from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import AdapterHost, ModelInfo, RefusedAdapters, RemotePart
 from baton.errors import InvalidRequest
 from baton.messages.node_report import RankReport
-from baton.model_formats.adapters import DEFAULT_MAX_RANK, AdapterInfo
+from baton.model_formats.adapters import DEFAULT_MAX_RANK
 from baton.model_formats.encoder_decoders import EncoderDecoder
-from baton.runner.adapters.model_adapters import ModelAdapters
+from baton.runner.adapters.in_parts import AdaptersInParts, HostedAdapters
 from baton.runner.blocks.host_blocks import host_blocks_in
 from baton.runner.execution.draft_model import NO_DRAFTS, DraftModel, Drafts
 from baton.runner.execution.encoded_rows import EncodedInputs, EncodedRows
@@ -50,21 +49,6 @@ class Aligner(Protocol):
         ArithmeticError.
         """
         ...
-
-
-class _AdaptersUpTo:
-    """A model's adapters, of which none has a higher rank."""
-
-    def __init__(self, adapters: ModelAdapters, max_rank: int) -> None:
-        self._adapters = adapters
-        self._max_rank = max_rank
-        self.unload = adapters.unload
-
-    def check(self, directory: Path) -> AdapterInfo:
-        return self._adapters.check(directory, self._max_rank)
-
-    def load(self, directory: Path, digest: str) -> None:
-        self._adapters.load(directory, digest, self._max_rank)
 
 
 class TorchModelRunner:
@@ -118,11 +102,9 @@ class TorchModelRunner:
     def _host_adapters(self, max_lora_rank: int) -> AdapterHost:
         if self._has_sources:
             return RefusedAdapters("a model with an encoder and a decoder computes no adapters")
-        if self._leader is not None:
-            return RefusedAdapters(
-                "a model in several ranks or stages computes no adapters; start the node without --tp and --pp"
-            )
-        return _AdaptersUpTo(self._adapters, max_lora_rank)
+        own = self._adapters
+        parts = AdaptersInParts(own) if self._leader is None else self._leader.adapters_of(own)
+        return HostedAdapters(own, parts, max_lora_rank)
 
     @property
     def remote_parts(self) -> Sequence[RemotePart]:
@@ -131,7 +113,7 @@ class TorchModelRunner:
     @property
     def adaptable_modules(self) -> Mapping[str, tuple[int, int]]:
         """Numbers of outputs and inputs of the modules that adapters may change, the embedding apart, by name."""
-        return self._adapters.modules
+        return self._transformer.adaptable.modules
 
     def rank_reports(self) -> Sequence[RankReport]:
         return () if self._leader is None else self._leader.rank_reports()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import ModelInfo
+from baton.model_formats.adapters import DEFAULT_MAX_RANK
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.execution.draft_model import DraftModel
 from baton.runner.execution.step_results import StepResults, StepRows
@@ -54,8 +55,9 @@ class PipelinedModelRunner(TorchModelRunner):
         draft_model: DraftModel | None,
         leader: RankLeader,
         images: ImageInputs | None = None,
+        max_lora_rank: int = DEFAULT_MAX_RANK,
     ) -> None:
-        super().__init__(model, transformer, host_cache_bytes, draft_model, leader, images)
+        super().__init__(model, transformer, host_cache_bytes, draft_model, leader, images, max_lora_rank)
         self._leading = transformer
         self._executing = threading.Lock()
         """Held while a step is executed."""

@@ -171,11 +171,9 @@ class TorchSpec:
         )
 
 
-def check_hosts(hosts: int, tensor_parallel: int, pipeline_parallel: int) -> None:
-    """Raise ConfigError for ranks and stages in which several hosts can't compute a model. One stage stands for as many
-    as there are hosts."""
-    if tensor_parallel > 1:
-        raise ConfigError("across hosts a model can be divided in stages, each of one rank so far: leave --tp out")
+def check_hosts(hosts: int, pipeline_parallel: int) -> None:
+    """Raise ConfigError for stages in which several hosts can't compute a model. One stage stands for as many as there
+    are hosts. The ranks of a stage are on one host, whose memory they share."""
     if pipeline_parallel not in (1, hosts):
         raise ConfigError(
             f"{hosts} hosts compute a model in as many stages, one each, and not in {pipeline_parallel}: leave --pp out"

@@ -52,7 +52,9 @@ def run_stage_host(config: NodeConfig) -> int:
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, on_signal)
     try:
-        run_stage(StageWorker(links, config.model, config.num_threads, config.device, _end_at_once))
+        settings = (config.model, config.num_threads, config.device)
+        roots = [os.path.realpath(directory) for directory in config.adapter_directories]
+        run_stage(StageWorker(links, *settings, _end_at_once, adapter_roots=lambda: roots))
     except RankLost as error:
         if num_signals:
             return int(ExitCode.OK)

@@ -90,8 +90,10 @@ class StageListener:
         port: int = self._listening.getsockname()[1]
         return port
 
-    def accept(self, num_hosts: int) -> list[StageLinks]:
+    def accept(self, num_hosts: int, num_ranks: int = 1) -> list[StageLinks]:
         """Wait for the stages of the hosts 1 to `num_hosts` - 1; returns this end of their connections, in order.
+
+        `num_ranks`: how many ranks each stage has, by which the first rank of each has its number.
 
         Those that are here and end meanwhile are waited for again.
         """
@@ -107,7 +109,7 @@ class StageListener:
             arrived = [self._arriving.pop(rank).connections for rank in range(1, num_hosts)]
         addresses = [_address_of(stage["up"]) for stage in arrived]
         return [
-            StageLinks(f"rank {rank} at {address}", stage["down"], stage["up"], stage["moves"], address)
+            StageLinks(f"rank {rank * num_ranks} at {address}", stage["down"], stage["up"], stage["moves"], address)
             for rank, (stage, address) in enumerate(zip(arrived, addresses, strict=True), 1)
         ]
 

@@ -4,12 +4,33 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
 
+from baton.runner.adapters.commands import AdapterAnswer, AdapterCommand, AdapterPart, done
+from baton.runner.adapters.model_adapters import ModelAdapters
 from baton.runner.backends.cpu.kernels.barrier import sleep_at_once
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.backends.ranks.host_ranks import SharedFiles
 from baton.runner.ranks.rank import FollowingRank
 from baton.runner.stage_spec import StageSpec
+
+
+class _LoadedRank:
+    """A rank that does what it is asked of adapters before `ask` returns."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.adapters = SimpleQueue[ModelAdapters]()
+        """Gets those of the rank once it has loaded its part of the model."""
+        self.known: ModelAdapters | None = None
+
+    def ask(self, command: AdapterCommand) -> Future[AdapterAnswer]:
+        if self.known is None:
+            self.known = self.adapters.get()
+        answer: Future[AdapterAnswer] = Future()
+        answer.set_result(done(self.known, command))
+        return answer
 
 
 class FakeRankGroup:
@@ -26,13 +47,20 @@ class FakeRankGroup:
         followers = [FollowingRank(spec, rank, files) for rank in range(1, spec.tensor_parallel)]
         for follower in followers:
             follower.load()
-        self._threads = [threading.Thread(target=self._follow, args=(follower,)) for follower in followers]
+        self._loaded = [_LoadedRank(f"rank {spec.number_of(rank)}") for rank in range(1, spec.tensor_parallel)]
+        self._threads = [
+            threading.Thread(target=self._follow, args=one) for one in zip(followers, self._loaded, strict=True)
+        ]
         for thread in self._threads:
             thread.start()
 
-    def _follow(self, follower: FollowingRank) -> None:
+    @property
+    def adapter_parts(self) -> Sequence[AdapterPart]:
+        return self._loaded
+
+    def _follow(self, follower: FollowingRank, loaded: _LoadedRank) -> None:
         try:
-            follower.follow()
+            follower.follow(loaded.adapters.put)
         except RankLost:
             return
         except Exception as error:

@@ -6,6 +6,7 @@ import os
 import queue
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from baton.engine.batch import NewRequestData, SchedulerOutput
-from baton.errors import ConfigError
+from baton.errors import AdapterRefused, ConfigError
 from baton.messages.sampling import SamplingParams
 from baton.processes.fork_server import own_fork_server
 from baton.runner.backends.cpu.kernels.errors import RankLost
@@ -25,6 +26,8 @@ from baton.runner.ranks.rank_group import RankGroup
 from baton.runner.spec import TorchSpec
 from baton.runner.stage_spec import StageSpec
 from baton.runner.stages.stages_here import start_on
+from tests.support.adapter_files import lora_tensors, write_adapter
+from tests.support.adapter_runs import load_adapter
 from tests.support.idle_leader import ranks_of_killed_leader
 from tests.support.process_counts import shared_memory_segments
 from tests.support.rank_processes import wait_until_gone
@@ -53,8 +56,9 @@ def pids_of(runner: TorchModelRunner) -> list[int]:
     return first_rank.followers.pids
 
 
-def step(request_id: str) -> SchedulerOutput:
-    request = NewRequestData(request_id, [1, 2, 3], (), SamplingParams(temperature=0.0), range(1, 2), 0)
+def step(request_id: str, adapter: str = "") -> SchedulerOutput:
+    sampling = SamplingParams(temperature=0.0)
+    request = NewRequestData(request_id, [1, 2, 3], (), sampling, range(1, 2), 0, adapter=adapter)
     return SchedulerOutput(0, [request], [], {request_id: 3}, 3)
 
 
@@ -152,6 +156,35 @@ def test_a_killed_rank_of_any_stage_ends_them_all(model: Path, place: int) -> No
         with pytest.raises(RankLost, match=f"rank {place} "):
             runner.execute_model(step("behind"))
     wait_until_gone([report.pid for report in reports[1:]])
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_load_of_an_adapter_ends_with_a_killed_rank(model: Path, tmp_path: Path) -> None:
+    """The rank is stopped before, so it can't be done when it is killed."""
+    spec = TorchSpec(model, dtype="float32", num_blocks=16)
+    whole = load_runner(spec)
+    adapters = [
+        write_adapter(tmp_path / f"{seed}", lora_tensors(whole.adaptable_modules, seed=seed, scale=0.1))
+        for seed in range(2)
+    ]
+    used = load_adapter(whole, adapters[0])
+    expected = whole.execute_model(step("one", used)).sampled_token_ids
+    divided = replace(spec, tensor_parallel=2, pipeline_parallel=2)
+    with closing(load_runner(divided)) as runner, ThreadPoolExecutor(1) as pool:
+        load_adapter(runner, adapters[0])
+        assert runner.execute_model(step("one", used)).sampled_token_ids == expected
+        assert expected != whole.execute_model(step("two")).sampled_token_ids
+        pid = runner.rank_reports()[3].pid
+        os.kill(pid, signal.SIGSTOP)
+        loading = pool.submit(load_adapter, runner, adapters[1])
+        # Another stage has loaded it by then.
+        runner.adapters.check(adapters[1])
+        assert not loading.done()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises((RankLost, AdapterRefused), match="rank 3 "):
+            loading.result(BOUND_S)
+        with pytest.raises(RankLost, match="rank 3 "):
+            runner.adapters.check(adapters[1])
 
 
 @pytest.mark.usefixtures("forked_ranks")

@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
+import torch
 
 from baton.engine.request import Request
 from baton.engine.runner import RunnerLost
@@ -23,6 +24,8 @@ from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
+from baton.runner.stages import stage_worker
+from tests.doubles.fake_rank_group import FakeRankGroup
 from tests.doubles.fake_stages import FakeStages
 from tests.oracle.test_ranks_exact import ALONE, caches_of, loaded
 from tests.oracle.test_token_exact import make_engine
@@ -112,13 +115,20 @@ def test_a_stage_that_fails_in_a_step_ends_them_all(tmp_path: Path, monkeypatch:
         assert reasons.empty()
 
 
+def test_a_host_on_a_gpu_computes_no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
+    monkeypatch.setattr(stage_worker, "resolve_device", lambda _: torch.device("cuda"))
+    with pytest.raises(ConfigError, match="rank 2 has failed: several ranks of a stage share the memory of a host"):
+        load_runner(
+            TorchSpec(tmp_path, dtype="float32", num_blocks=64, tensor_parallel=2),
+            stages=FakeStages(2, tmp_path, tensor_parallel=2),
+            start_ranks=FakeRankGroup,
+        )
+
+
 def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
     write_random_model(tmp_path, {**TINY_MODELS["llama"], "num_hidden_layers": 1}, seed=5)
     with pytest.raises(ConfigError, match="1 layers can't be divided among 2 stages"):
         load_runner(TorchSpec(tmp_path, num_blocks=64, pipeline_parallel=2), stages=FakeStages(2, tmp_path))
     with pytest.raises(ConfigError, match="2 hosts compute a model in as many stages, one each, and not in 3"):
         load_runner(TorchSpec(tmp_path, num_blocks=64, pipeline_parallel=3), stages=FakeStages(2, tmp_path))
-    with pytest.raises(ConfigError, match="leave --tp out"):
-        load_runner(
-            TorchSpec(tmp_path, num_blocks=64, pipeline_parallel=2, tensor_parallel=2), stages=FakeStages(2, tmp_path)
-        )

@@ -109,7 +109,14 @@ def caches_of(runner: TorchModelRunner) -> list[Transformer]:
 
 
 def kv_of(runner: TorchModelRunner) -> list[Bytes]:
-    """For each group of layers, [blocks, tokens of a block, bytes]: keys and values of its layers in all stages."""
+    """For each group of layers, [blocks, tokens of a block, bytes]: keys and values of its layers in all stages.
+
+    For each stage [blocks, 1, bytes] of a model that keeps states.
+    """
+    if runner.layout.keeps_states:
+        return [
+            cache.kv_cache.view(torch.uint8).numpy().reshape(cache.num_blocks, 1, -1) for cache in caches_of(runner)
+        ]
     layout, found = runner.layout, []
     for group in layout.groups:
         rows = []
@@ -143,9 +150,13 @@ def compute(
     executor: StepExecutor | None = None,
     *,
     turns: int = 1,
+    adapters: Sequence[str] = ("",),
     **limits: Any,
 ) -> Run:
-    """All prompts at once, in chunks beside decoding requests; in a second turn they come from the prefix cache."""
+    """All prompts at once, in chunks beside decoding requests; in a second turn they come from the prefix cache.
+
+    `adapters`: the digests of the requests' adapters, by turns; "" is none.
+    """
     run = Run()
     record_logits(runner, run)
     config = SchedulerConfig(
@@ -159,7 +170,10 @@ def compute(
     engine = EngineCore(Scheduler(config, fields, FakeClock()), runner, executor)
     prompts = make_prompts(runner.model.vocab_size)
     for turn in range(turns):
-        requests = [Request(f"{key}-{turn}", RequestSpec(prompt, sampling)) for key, prompt in prompts.items()]
+        requests = [
+            Request(f"{key}-{turn}", RequestSpec(prompt, sampling, adapter=adapters[place % len(adapters)]))
+            for place, (key, prompt) in enumerate(prompts.items())
+        ]
         run.tokens.append(run_all(engine, requests))
     assert len({token for tokens in run.tokens[0].values() for token in tokens}) > 20
     engine.close()

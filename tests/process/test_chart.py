@@ -170,9 +170,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**OPEN, "decode": {"hosts": 2}},
         "decode.hosts: a Deployment does not start and stop the pods of a node together",
     ),
-    "hosts with ranks": (
-        {**OPEN, "nodes": {"kind": "LeaderWorkerSet"}, "prefill": {"hosts": 2, "flags": {"tp": 2}}},
-        "prefill.hosts: a node on several hosts has one stage of one rank on each",
+    "hosts with stages": (
+        {**OPEN, "nodes": {"kind": "LeaderWorkerSet"}, "prefill": {"hosts": 2, "flags": {"pp": 2}}},
+        "prefill.hosts: a node on several hosts has one stage on each",
     ),
     "too many hosts": ({**OPEN, "nodes": {"kind": "LeaderWorkerSet"}, "prefill": {"hosts": 65}}, "/prefill/hosts"),
     "a rank among the flags": ({**OPEN, "decode": {"flags": {"host-rank": 1}}}, "host-rank"),

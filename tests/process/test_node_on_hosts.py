@@ -37,6 +37,8 @@ from tests.support.free_ports import first_free_port
 from tests.support.tiny_models import TINY_MODELS
 
 PROMPT = list(range(1, 40))
+RANKS = {"prefill": 2, "decode": 1}
+"""Ranks that each host of a node has."""
 LONG = 1000
 """Tokens of a stream that runs for a second or more, so that something can happen to its node."""
 
@@ -62,7 +64,7 @@ class Site:
         """The command of one of the two hosts of a node, which has the name of its role or another one."""
         first = f"127.0.0.1:{self.port + 3 + ('prefill', 'decode', 'another').index(name or role)}"
         hosts = ("--hosts", 2, "--host-rank", rank, "--first-host", first, "--metrics-port", 0)
-        return *self.plain_words(role, name or role, **others), *hosts
+        return *self.plain_words(role, name or role, **others), *hosts, "--tp", RANKS[role]
 
     def plain_words(self, role: str, name: str, model: str = "model", certificate: str = "node") -> tuple[object, ...]:
         """The command of a node on one host."""
@@ -186,14 +188,16 @@ def test_two_nodes_on_two_hosts_each_serve_and_show_their_ranks(site: Site, want
     trusted = ssl.create_default_context(cafile=str(site.directory / "certs" / "ca.crt"))
     for role in ("prefill", "decode"):
         report = site.operator("describe", "node", role)["report"]
-        assert (report["description"]["tp"], report["description"]["pp"]) == (1, 2)
+        count = RANKS[role]
+        assert (report["description"]["tp"], report["description"]["pp"]) == (count, 2)
         ranks = report["ranks"]
-        assert [rank["pid"] for rank in ranks] == [site.running[f"{role}-{rank}"].pid for rank in (0, 1)]
-        assert [(rank["is_up"], rank["host"]) for rank in ranks] == [(True, ""), (True, "127.0.0.1")]
+        assert [rank["pid"] for rank in ranks[::count]] == [site.running[f"{role}-{rank}"].pid for rank in (0, 1)]
+        places = [(True, host) for host in ("", "127.0.0.1") for _ in range(count)]
+        assert [(rank["is_up"], rank["host"]) for rank in ranks] == places
         url = re.search(r"https://\S+/metrics", site.said[f"{role}-0"])
         assert url is not None
         page = urlopen(url[0], context=trusted).read().decode()
-        assert re.findall(r"baton_rank_up{.*rank=\"(\d)\".*} 1\.0", page) == ["0", "1"]
+        assert re.findall(r"baton_rank_up{.*rank=\"(\d)\".*} 1\.0", page) == [f"{rank}" for rank in range(2 * count)]
 
 
 def test_a_stream_goes_on_elsewhere_when_a_host_is_killed_and_the_node_comes_again(
@@ -269,7 +273,6 @@ def test_ctrl_c_ends_a_host_that_waits_for_another_one(site: Site, rank: int, mi
         ("--hosts 2 --host-rank 2 --first-host 127.0.0.1:9", "host_rank is 2, but the hosts of this node are 0 to 1"),
         ("--hosts 2 --host-rank 1", "needs --first-host HOST:PORT"),
         ("--hosts 2", "needs --first-host HOST:PORT"),
-        ("--hosts 2 --first-host 127.0.0.1:9 --tp 2", "leave --tp out"),
         ("--hosts 2 --host-rank 1 --first-host 127.0.0.1:9 --pp 3", "not in 3: leave --pp out"),
         ("--hosts 2 --host-rank 1 --first-host 127.0.0.1:9 --runner simulated", "leave --hosts out"),
         ("--hosts 2 --host-rank 1 --first-host 192.0.2.1:9", "192.0.2.1 is another machine: give --tls-cert"),

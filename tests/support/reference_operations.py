@@ -102,6 +102,12 @@ def adapt(weight: PackedWeight | PackedStack, terms: Sequence[LowRank], dtype: t
     return tuple(terms)
 
 
+def held_rows(
+    weight: PackedWeight | NarrowWeight | PackedStack, index: torch.Tensor, dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(len(index)), take_rows(weight, index, dtype)
+
+
 def take_rows(
     weight: PackedWeight | NarrowWeight | PackedStack, index: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from baton.bench.micro.engine import EngineBenchConfig
 from baton.bench.micro.engine_drive import EngineDrive, by_turns, load_with_room, rates_by_turns
 from baton.messages.adapters import NO_ADAPTER
+from baton.messages.node_model import NodeShape
 from baton.model_formats.adapters import CONFIG_NAME, DEFAULT_MAX_RANK, WEIGHTS_NAME, open_adapter
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def safetensors_bytes(tensors: Tensors) -> bytes:
 
 
 _ROUNDS = 6
+_ONE_PROCESS = NodeShape()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +97,23 @@ class AdapterFigures:
     ratio_p90: float
 
 
-def measure(config: EngineBenchConfig, num_adapters: int, rank: int) -> list[AdapterFigures]:
+def measure(
+    config: EngineBenchConfig, num_adapters: int, rank: int, shape: NodeShape = _ONE_PROCESS
+) -> list[AdapterFigures]:
     """Measure prefill with an adapter, and decoding a batch of `num_adapters` requests with as many adapters, and with
     one. Raises ConfigError.
+
+    `shape`: the ranks and stages that compute all of it.
     """
     from baton.runner.loading import load_runner
 
     count, length = num_adapters, config.context_tokens
-    spec = replace(config.spec(), max_lora_rank=max(rank, DEFAULT_MAX_RANK))
+    spec = replace(
+        config.spec(),
+        max_lora_rank=max(rank, DEFAULT_MAX_RANK),
+        tensor_parallel=shape.tp,
+        pipeline_parallel=shape.pp,
+    )
 
     def num_stripes(block_size: int) -> int:
         blocks_of_one = -(-(length + config.steps + 4) // block_size) + 1

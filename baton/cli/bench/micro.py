@@ -76,15 +76,16 @@ def engine(
     With --speculative chats of several kinds are decoded alone, with drafts and without by turns: ACCEPTED is the
     number of tokens that a step with a draft yields, RATIO how many times as fast decoding is. With --tp or --pp the
     model is computed by ranks that share the threads, and by one process that has them all, by turns. With --adapters
-    so many requests decode with an adapter each, or all with one, and without any, by turns.
+    so many requests decode with an adapter each, or all with one, and without any, by turns; --tp and --pp say on how
+    many ranks and stages both are computed then.
     """
     from baton.bench.results.host import set_compute_threads, usable_cores
 
     ranks = NodeShape(tp, pp)
     if speculative and ranks.num_ranks > 1:
         raise UsageError("--speculative excludes --tp and --pp")
-    if adapters and (speculative or ranks.num_ranks > 1):
-        raise UsageError("--adapters excludes --speculative, --tp and --pp")
+    if adapters and speculative:
+        raise UsageError("--adapters excludes --speculative")
     count = threads or usable_cores()
     set_compute_threads(count)
     with chosen_model(model, shape) as chosen:
@@ -122,19 +123,19 @@ def engine(
             steps,
             threads=count,
         )
+        if adapters:
+            from baton.bench.micro.adapters import measure as measure_adapters
+
+            columns = {"STEP": "{.step}", "TOKENS/S": "{.tokens_per_s:.1f}"}
+            columns |= {"WITHOUT": "{.plain_tokens_per_s:.1f}", **_RATIO}
+            _print_by_turns(measure_adapters(config, adapters, adapter_rank, ranks), columns, output)
+            return
         if ranks.num_ranks > 1:
             from baton.bench.micro.ranks import measure as measure_ranks
 
             columns = {"STEP": "{.step}", "TOKENS/S": "{.tokens_per_s:.1f}"}
             columns |= {"ONE PROCESS": "{.one_process_tokens_per_s:.1f}", **_RATIO}
             _print_by_turns(measure_ranks(config, ranks), columns, output)
-            return
-        if adapters:
-            from baton.bench.micro.adapters import measure as measure_adapters
-
-            columns = {"STEP": "{.step}", "TOKENS/S": "{.tokens_per_s:.1f}"}
-            columns |= {"WITHOUT": "{.plain_tokens_per_s:.1f}", **_RATIO}
-            _print_by_turns(measure_adapters(config, adapters, adapter_rank), columns, output)
             return
         report = run(config)
     if not printed_as_data(asdict(report), output):

@@ -88,7 +88,7 @@ def _check_hosts(config: NodeConfig) -> None:
         raise ConfigError("a node on several hosts needs --first-host HOST:PORT, where host 0 waits for the others")
     from baton.runner.spec import check_hosts
 
-    check_hosts(config.hosts, config.tp, config.pp)
+    check_hosts(config.hosts, config.pp)
 
 
 def _role_maker(role: Role) -> RoleMaker:

@@ -7,7 +7,7 @@ embedding an adapter adds factor * B A, of which A has a column for each token.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,9 +19,12 @@ from baton.runner.backends.cpu.kernels.adapters import AdapterTable, StepAdapter
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.programs.program import Program
-from baton.runner.backends.low_rank import LowRank, Outputs, RowAdapters
+from baton.runner.backends.low_rank import LowRank, Outputs, RowAdapters, parts_of
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import Weight
+
+HeldRows = tuple[torch.Tensor, torch.Tensor]
+"""Places among the rows that were asked for, and these rows: see `Operations.held_rows`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +49,18 @@ class RowsOfStep:
         self.table = LoadedAdapters()
         self.slots: torch.Tensor | None = None
         """Int32 [rows] on the CPU: the slot of each row's adapter, or -1; None: no row has one."""
+        self.in_step: Sequence[int] = ()
+        """The slots that rows of the step have. What is computed how depends on these alone: another adapter may be
+        loaded in one rank already, and not yet in the next one."""
         self.row_quantum = 1
         """A product may be given fewer padding rows than this."""
         self.num_probed = 0
         """The number of rows of the step that finds out which products compute all rows; 0 in any other step."""
+
+    def begin(self, slots: torch.Tensor | None) -> None:
+        """Begin a step whose rows have these slots."""
+        self.slots = slots
+        self.in_step = () if slots is None else [slot for slot in torch.unique(slots).tolist() if slot >= 0]
 
     def keep(self, index: torch.Tensor) -> None:
         """Go on with the rows `index` alone."""
@@ -85,12 +96,6 @@ class ModuleOutputs(NamedTuple):
     """The module's name: in a part that has products, from this part on; empty for the part itself."""
     first: int
     num_outputs: int
-    order: tuple[range, ...] = ()
-    """The module's outputs as the product has them, if it has them in another order."""
-
-    def arranged(self, values: torch.Tensor) -> torch.Tensor:
-        """The rows of values [num_outputs, ..], one for each output of the module, as the product has its outputs."""
-        return torch.cat([values[rows.start : rows.stop] for rows in self.order]) if self.order else values
 
 
 class _Adaptable:
@@ -111,7 +116,8 @@ class _Adaptable:
         """Whether an adapter of the step's rows changes the product."""
         if self._rows.slots is None or self._number is None:
             return False
-        return any(weight is not None for weight in self._of_slots(self._number))
+        of_slots = self._of_slots(self._number)
+        return any(of_slots[slot] is not None for slot in self._rows.in_step)
 
     def _of_slots(self, number: int) -> Sequence[Any]:
         """What the adapters of all slots add to the product with this number."""
@@ -132,22 +138,21 @@ class AdaptableProduct(_Adaptable):
         packed: Any,
         num_inputs: int,
         modules: Sequence[tuple[str, int]],
-        order: Sequence[range] = (),
+        rows: Sequence[range] = (),
     ) -> None:
         """`packed`: the weight of all modules, which are given by name and number of outputs, stacked; of a gated
-        product the gate and up. `order`: the stacked outputs as the weight has them, if their order changes within a
-        module.
+        product the gate and up. `rows`: which of the stacked outputs the weight has, in its order, if not all of them
+        or in another order; those of other heads are other ranks'.
         """
         super().__init__(operations)
         self.packed = packed
         self.num_inputs = num_inputs
+        self._places = [(part.start, part.stop) for part in rows]
         self.modules: list[ModuleOutputs] = []
         first = 0
         for name, num_outputs in modules:
-            stop = first + num_outputs
-            own = (range(rows.start - first, rows.stop - first) for rows in order if first <= rows.start < stop)
-            self.modules.append(ModuleOutputs(name, first, num_outputs, tuple(own)))
-            first = stop
+            self.modules.append(ModuleOutputs(name, first, num_outputs))
+            first += num_outputs
         self._row_dtypes: set[torch.dtype] = set()
         self.other_shapes: set[tuple[int, int]] = set()
         """Outputs and inputs of the products that are computed in its place, if it is none itself."""
@@ -167,8 +172,9 @@ class AdaptableProduct(_Adaptable):
         self._rows.keep(index)
 
     def adapt(self, terms: Sequence[LowRank], dtype: torch.dtype) -> Any:
-        """Prepare what an adapter adds to products of rows in `dtype`."""
-        return self._operations.adapt(self.packed, terms, dtype)
+        """Prepare what an adapter adds to products of rows in `dtype`. All ranks get something, or none does."""
+        own = parts_of(terms, self._places) if self._places else terms
+        return self._operations.adapt(self.packed, own, dtype)
 
     def linear(
         self,
@@ -366,12 +372,13 @@ class AdaptableEmbedding:
         self._operations = operations
         return _EmbeddingAdapter((a.T * (factor * self._scale)).contiguous(), operations.pack_own(b.to(self._device)))
 
-    def weight_rows(self, index: torch.Tensor) -> torch.Tensor:
-        """The rows `index` of the weight, without its scale: [rows, width]."""
-        if isinstance(self._part, nn.Embedding):
-            return self._part.weight[index.to(self._part.weight.device)]
-        rows: torch.Tensor = self._part.shared_weight.take_rows(index)  # type: ignore[union-attr, operator]
-        return rows
+    def held_rows(self, index: torch.Tensor) -> HeldRows:
+        """Those of the rows `index` of the weight, without its scale, that this process has: see `Operations`."""
+        held: Callable[[torch.Tensor], HeldRows] | None = getattr(self._part, "held_rows", None)
+        if held is not None:
+            return held(index)
+        assert isinstance(self._part, nn.Embedding)
+        return torch.arange(len(index)), self._part.weight[index.to(self._part.weight.device)]
 
     def _add(self, _part: nn.Module, given: Any, out: torch.Tensor) -> torch.Tensor | None:
         slots = self._rows.slots

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
-from weakref import WeakValueDictionary
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +19,12 @@ from baton.runner.adapters.adaptable import (
     AdaptableEmbedding,
     AdaptableExperts,
     AdaptableProduct,
+    HeldRows,
     LoadedAdapters,
     RowsOfStep,
     divided_among_experts,
 )
-from baton.runner.adapters.places import ParameterNames, Place, Places, named_parts
+from baton.runner.adapters.places import NoPlaceHere, ParameterNames, Place, Places, named_parts
 from baton.runner.backends.cpu.kernels.adapters import AdapterTable, StepAdapters
 from baton.runner.backends.low_rank import LowRank, Outputs
 from baton.runner.backends.operations import Operations
@@ -41,6 +41,8 @@ class _Fitting:
     """By the names of the adapter's modules, the embedding's apart."""
     swaps_experts: bool
     """Whether A of experts has their outputs and B their inputs, as older releases of PEFT wrote most models'."""
+    elsewhere: Mapping[str, str]
+    """Why the other modules have no place here, by name: they must have one in another stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,23 @@ class _Loaded:
     embedding: Any
 
 
+_RESERVED = _Loaded({}, {}, None)
+"""In the place of an adapter that is being loaded."""
+
+
+class Checked(NamedTuple):
+    """What was found out of an adapter's files in one process."""
+
+    info: AdapterInfo
+    elsewhere: Mapping[str, str]
+    """Why some of its modules have no place in this part of the model, by name. A whole model refuses them itself."""
+
+
 class ModelAdapters:
-    """The adapters of a model. `load` may be called from any thread, everything else from the one that computes."""
+    """The adapters of a model, or of the part that a rank or stage has, in this process.
+
+    `check`, `load` and what concerns slots may be called from any thread, everything else from the one that computes.
+    """
 
     def __init__(
         self,
@@ -64,15 +81,16 @@ class ModelAdapters:
         device: torch.device,
         names: Callable[[Any], ParameterNames],
         read_files: Callable[[Path], AdapterFiles] = read_adapter,
+        is_stage: bool = False,
     ) -> None:
-        """`module`: with all products replaced. `names`: of this module's files."""
+        """`module`: with all products replaced. `names`: of this module's files. `is_stage`: whether other stages have
+        the other layers."""
         self._operations = operations
         self._dtype = dtype
         self._read_files = read_files
+        self._is_stage = is_stage
         self._changes = threading.Lock()
         """Held to change what is loaded, never while files are read: the thread of steps must not wait for these."""
-        self._loads: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
-        """By digest: held while this adapter is loaded, so that nobody else reads it, too."""
         self._loaded: list[_Loaded | None] = []
         """By slot. It never becomes shorter, since a step may still have rows of an adapter that was unloaded."""
         self._slots: dict[str, int] = {}
@@ -114,41 +132,54 @@ class ModelAdapters:
 
     def begin(self, slots: npt.NDArray[np.int32] | None) -> None:
         """Begin a step of rows with these slots [T]; None: no row has an adapter."""
-        self.rows.slots = None if slots is None else torch.from_numpy(slots)
+        self.rows.begin(None if slots is None else torch.from_numpy(slots))
 
     def of_step(self) -> StepAdapters | None:
         """The adapters for a program that computes all rows of the step."""
         return self.rows.of_step()
 
-    def check(self, directory: Path, max_rank: int) -> AdapterInfo:
+    def check(self, directory: Path, max_rank: int) -> Checked:
         """Check an adapter as `load` does, and load nothing. Raises AdapterRefused."""
-        return self._open(directory, max_rank).files.info()
+        fitting = self._open(directory, max_rank)
+        return Checked(fitting.files.info(), fitting.elsewhere)
 
-    def load(self, directory: Path, digest: str, max_rank: int) -> None:
-        """Read an adapter, and make it known; no effect on one that is loaded. Raises AdapterRefused."""
+    def reserve(self) -> int:
+        """A slot for an adapter, which no other one gets until it is freed."""
         with self._changes:
-            load = self._loads.setdefault(digest, threading.Lock())
-        with load:
-            if digest in self._slots:
-                return
-            fitting = self._open(directory, max_rank)
-            try:
-                loaded = self._read(fitting, digest)
-            except (MemoryError, torch.OutOfMemoryError) as error:
-                raise AdapterRefused(f"{directory}: there is no memory for it; unload other adapters first") from error
-            with self._changes:
-                if None not in self._loaded:
-                    self._loaded.append(None)
-                slot = self._loaded.index(None)
-                self._loaded[slot] = loaded
-                self.rows.table = self._table()
-                self._slots[digest] = slot
+            if None not in self._loaded:
+                self._loaded.append(None)
+            slot = self._loaded.index(None)
+            self._loaded[slot] = _RESERVED
+            return slot
 
-    def unload(self, digest: str) -> None:
-        """Free an adapter's memory; no effect on one that is not loaded."""
+    def load(self, directory: Path, digest: str, max_rank: int, slot: int) -> Mapping[str, str]:
+        """Read an adapter into a slot; returns why some of its modules have no place here, as `Checked` has it.
+
+        `slot`: one that is reserved in the process that leads, which lets steps name the adapter (`publish`). Raises
+        AdapterRefused.
+        """
+        fitting = self._open(directory, max_rank)
+        try:
+            loaded = self._read(fitting, digest)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise AdapterRefused(f"{directory}: there is no memory for it; unload other adapters first") from error
         with self._changes:
-            slot = self._slots.pop(digest, None)
-            if slot is not None:
+            self._loaded += [None] * (slot + 1 - len(self._loaded))
+            self._loaded[slot] = loaded
+            self.rows.table = self._table()
+        return fitting.elsewhere
+
+    def publish(self, digest: str, slot: int) -> None:
+        """Let steps name the adapter in a slot."""
+        with self._changes:
+            self._slots[digest] = slot
+
+    def free(self, slot: int) -> None:
+        """Free a slot, and the memory of the adapter that is in it, if one is."""
+        with self._changes:
+            for digest in [digest for digest, own in self._slots.items() if own == slot]:
+                del self._slots[digest]
+            if slot < len(self._loaded):
                 self._loaded[slot] = None
                 self.rows.table = self._table()
 
@@ -168,19 +199,23 @@ class ModelAdapters:
     def _open(self, directory: Path, max_rank: int) -> _Fitting:
         """The files of an adapter that fits this model. Raises AdapterRefused."""
         files = self._read_files(directory)
-        places = self._check(files)
+        places, elsewhere = self._check(files)
         open_places = {name: (place.patterns_name, place.num_stacked) for name, place in places.items()}
         files = files.with_parameters(open_places)
-        fitting = _Fitting(files, places, _swaps_experts(files, places))
+        fitting = _Fitting(files, places, _swaps_experts(files, places), elsewhere)
         self._check_shapes(fitting)
         files.check_ranks(max_rank)
         return fitting
 
-    def _check(self, files: AdapterFiles) -> dict[str, Place]:
-        """The places of the adapter's modules, the embedding apart. Raises AdapterRefused if one has none."""
+    def _check(self, files: AdapterFiles) -> tuple[dict[str, Place], dict[str, str]]:
+        """The places of the adapter's modules, the embedding apart, and why others have none in this stage.
+
+        Raises AdapterRefused if one has none in the model.
+        """
         if not any(tensors.computes for tensors in files.modules.values()):
             raise AdapterRefused(f"{files.directory} changes no module: none has both A and B; take another adapter")
         places: dict[str, Place] = {}
+        elsewhere: dict[str, str] = {}
         for name, tensors in files.modules.items():
             if tensors.others and any(not rest.startswith("base_layer.") for rest in tensors.others):
                 raise AdapterRefused(
@@ -189,8 +224,16 @@ class ModelAdapters:
                 )
             if tensors.a is None and tensors.b is None and not tensors.others:
                 continue
-            if not tensors.is_embedding:
-                places[name] = self._places.find(files, name)
+            try:
+                if tensors.is_embedding:
+                    self._embedding_of(files, name)
+                else:
+                    places[name] = self._places.find(files, name)
+            except NoPlaceHere as error:
+                if not self._is_stage:
+                    raise
+                elsewhere[name] = str(error)
+                continue
             for rest, place in tensors.others.items():
                 if rest != "base_layer.weight" or not (tensors.is_embedding or name == self._head_name):
                     raise AdapterRefused(
@@ -198,17 +241,18 @@ class ModelAdapters:
                         "and the head alone; save the adapter without it"
                     )
         _check_each_once(files, places)
-        return places
+        return places, elsewhere
 
     def _check_shapes(self, fitting: _Fitting) -> None:
         """Raise AdapterRefused unless the tensors of modules have the shapes of this model; ranks are not checked."""
         files = fitting.files
         for name, tensors in files.modules.items():
-            if tensors.a is None and tensors.b is None and not tensors.others:
+            if name in fitting.elsewhere or (tensors.a is None and tensors.b is None and not tensors.others):
                 continue
             place = fitting.places.get(name)
             if place is None:
-                num_outputs, num_inputs = self._embedding_shape(files, name)
+                embedding = self._embedding_of(files, name)
+                num_outputs, num_inputs = embedding.width, embedding.vocab_size
             else:
                 num_outputs, num_inputs = place.outputs.num_outputs, place.product.num_inputs
             a_width, b_width = num_inputs, num_outputs
@@ -230,33 +274,35 @@ class ModelAdapters:
                         f"{expected}; the adapter is of another base model"
                     )
 
-    def _embedding_shape(self, files: AdapterFiles, name: str) -> tuple[int, int]:
-        """Outputs and inputs of the embedding; raises AdapterRefused for another module."""
+    def _embedding_of(self, files: AdapterFiles, name: str) -> AdaptableEmbedding:
+        """The embedding of this name; raises NoPlaceHere for another module."""
         if (embedding := self._embedding) is None or embedding.name != self._places.own_name(name):
-            raise AdapterRefused(
+            raise NoPlaceHere(
                 f"{files.directory} changes {name} as an embedding, which is none of this model; the adapter is of "
                 "another base model"
             )
-        return embedding.width, embedding.vocab_size
+        return embedding
 
     def _read(self, fitting: _Fitting, digest: str) -> _Loaded:
         files = fitting.files
         tensors: dict[str, torch.Tensor] = {}
+        modules = {name: tensors for name, tensors in files.modules.items() if name not in fitting.elsewhere}
         base = {
             place.name: self._base_rows(name)
-            for name, of_module in files.modules.items()
+            for name, of_module in modules.items()
             for place in of_module.others.values()
         }
+        own = {part.name for tensors in modules.values() for part in (tensors.a, tensors.b, tensors.bias) if part}
         for piece in files.read(digest, by_rows=base):
             name = piece.place.name
             if name in base:
                 _check_base(files, piece, base[name], self._dtype)
-            else:
+            elif name in own:
                 tensors[name] = _as_tensor(piece).float()
         terms: dict[int, list[LowRank]] = {}
         of_experts: dict[int, list[list[LowRank]]] = {}
         embedding = None
-        for name, of_module in files.modules.items():
+        for name, of_module in modules.items():
             a, b = of_module.a, of_module.b
             if a is None or b is None:
                 continue
@@ -266,8 +312,8 @@ class ModelAdapters:
                 embedding = self._embedding.adapt(self._operations, tensors[a.name], tensors[b.name], factor)
                 continue
             place = fitting.places[name]
-            bias = None if of_module.bias is None else place.outputs.arranged(tensors[of_module.bias.name])
-            outputs = (Outputs(place.outputs.first, place.outputs.arranged(tensors[b.name]), bias),)
+            bias = None if of_module.bias is None else tensors[of_module.bias.name]
+            outputs = (Outputs(place.outputs.first, tensors[b.name], bias),)
             if not isinstance(place.product, AdaptableExperts):
                 terms.setdefault(place.number, []).append(LowRank(tensors[a.name], factor, outputs))
                 continue
@@ -291,12 +337,12 @@ class ModelAdapters:
     def _adapted(self, product: AdaptableProduct, terms: Sequence[LowRank]) -> Any:
         return product.adapt(_in_order(terms), product.row_dtype or self._dtype)
 
-    def _base_rows(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What returns rows of the weight of the embedding, or of the head."""
+    def _base_rows(self, name: str) -> Callable[[torch.Tensor], HeldRows]:
+        """What returns those rows of the weight of the embedding, or of the head, that this process has."""
         own = self._places.own_name(name)
         if self._embedding is not None and self._embedding.name == own:
-            return self._embedding.weight_rows
-        return partial(self._operations.take_rows, self._places.modules[own].product.packed, dtype=self._dtype)
+            return self._embedding.held_rows
+        return partial(self._operations.held_rows, self._places.modules[own].product.packed, dtype=self._dtype)
 
 
 def _check_each_once(files: AdapterFiles, places: Mapping[str, Place]) -> None:
@@ -326,12 +372,13 @@ def _in_order(terms: Sequence[LowRank]) -> list[LowRank]:
 
 
 def _check_base(
-    files: AdapterFiles, piece: TensorPiece, rows_of: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+    files: AdapterFiles, piece: TensorPiece, held_rows: Callable[[torch.Tensor], HeldRows], dtype: torch.dtype
 ) -> None:
     """Raise AdapterRefused if rows of the base model that PEFT wrote beside the adapter are not this model's."""
     expected = _as_tensor(piece).to(dtype)
     index = torch.arange(piece.first_row, piece.first_row + expected.shape[0])
-    if not torch.equal(rows_of(index).cpu(), expected):
+    places, rows = held_rows(index)
+    if not torch.equal(rows.cpu(), expected[places.cpu()]):
         raise AdapterRefused(
             f"{files.directory} brings its own {piece.place.name}, and this model's is another one; save the adapter "
             "with save_embedding_layers=False"

@@ -19,6 +19,11 @@ from baton.runner.adapters.adaptable import (
     held_parameters,
 )
 
+
+class NoPlaceHere(AdapterRefused):
+    """This part of a model has no place for the tensors of a name. Another stage may have one."""
+
+
 _EXPERT = re.compile(r".*\.(0|[1-9]\d{0,8})\.[^.\d][^.]*")
 """A module of one expert, as models had them whose experts are stacked now."""
 
@@ -99,7 +104,8 @@ class Places:
         return f"model{name[len(path) :]}" if path and name.startswith(f"{path}.") else name
 
     def find(self, files: AdapterFiles, name: str) -> Place:
-        """The place of an adapter's tensors with this name. Raises AdapterRefused if this model has none for them."""
+        """The place of an adapter's tensors with this name. Raises AdapterRefused if this model has none for them,
+        NoPlaceHere if another stage may have one."""
         place = self._find(files, name)
         if not place.product.computes_all_rows:
             raise AdapterRefused(
@@ -118,7 +124,7 @@ class Places:
             return replace(place, patterns_name=name)
         if self._decoder_path:
             # The names of the text part are no names of files.
-            raise AdapterRefused(f"{files.directory} changes {name}, {self._why_not(self.own_name(name))}")
+            raise NoPlaceHere(f"{files.directory} changes {name}, {self._why_not(self.own_name(name))}")
         wrapped = without_wrappers(name)
         if (parameters := self._parameters.get(wrapped)) is not None:
             return self._parameter(files, name, wrapped, parameters)
@@ -127,7 +133,7 @@ class Places:
             return self._of_one_expert(files, name, key, pattern)
         renamed = key.removesuffix(".weight")
         if renamed == name or (place := self.modules.get(renamed) or self._weight(renamed)) is None:
-            raise AdapterRefused(f"{files.directory} changes {name}, {self._why_not(name)}")
+            raise NoPlaceHere(f"{files.directory} changes {name}, {self._why_not(name)}")
         return replace(place, patterns_name=name)
 
     def _parameter(self, files: AdapterFiles, name: str, module: str, parameters: Mapping[str, Place | None]) -> Place:
@@ -168,7 +174,7 @@ class Places:
         stacked = self._names.stacked_patterns(pattern)
         number = _EXPERT.fullmatch(name)
         if place is None or not isinstance(place.product, AdaptableExperts) or not stacked or number is None:
-            raise AdapterRefused(f"{files.directory} changes {name}, {self._why_not(name)}")
+            raise NoPlaceHere(f"{files.directory} changes {name}, {self._why_not(name)}")
         expert, count = int(number[1]), place.product.num_experts
         if expert >= count:
             raise AdapterRefused(

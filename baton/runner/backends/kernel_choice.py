@@ -74,6 +74,11 @@ class CompiledOperations:
     def take_rows(self, weight: Packed, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         return kernels.take_rows(weight, index, dtype, threads=self.num_threads)
 
+    def held_rows(
+        self, weight: Packed, index: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.arange(len(index)), self.take_rows(weight, index, dtype)
+
     def linear(
         self,
         x: torch.Tensor,

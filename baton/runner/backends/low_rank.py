@@ -24,6 +24,10 @@ class Outputs:
     def stop(self) -> int:
         return self.first + self.b.shape[0]
 
+    def continues_in(self, other: Outputs) -> bool:
+        """Whether other outputs are right behind these, and alike."""
+        return self.stop == other.first and (self.bias is None) == (other.bias is None)
+
     def part(self, first: int, stop: int, column: int) -> Outputs | None:
         """The outputs from `first` to before `stop`, of which the first one is moved to `column`; None without any."""
         start, end = max(first, self.first), min(stop, self.stop)
@@ -56,12 +60,29 @@ class LowRank:
 
     def parts(self, ranges: Sequence[tuple[int, int]]) -> LowRank | None:
         """The term for the outputs in ranges (first, stop), put one behind the other; None without any of its own."""
-        outputs: list[Outputs] = []
+        neighbours: list[list[Outputs]] = []
         column = 0
         for first, stop in ranges:
-            outputs += [part for output in self.outputs if (part := output.part(first, stop, column)) is not None]
+            for output in self.outputs:
+                part = output.part(first, stop, column)
+                if part is None:
+                    continue
+                if neighbours and neighbours[-1][-1].continues_in(part):
+                    neighbours[-1].append(part)
+                else:
+                    neighbours.append([part])
             column += stop - first
-        return LowRank(self.a, self.factor, tuple(outputs)) if outputs else None
+        return LowRank(self.a, self.factor, tuple(map(_joined, neighbours))) if neighbours else None
+
+
+def _joined(neighbours: Sequence[Outputs]) -> Outputs:
+    """Outputs that continue in each other as one."""
+    if len(neighbours) == 1:
+        return neighbours[0]
+    biases = [part.bias for part in neighbours if part.bias is not None]
+    return Outputs(
+        neighbours[0].first, torch.cat([part.b for part in neighbours]), torch.cat(biases) if biases else None
+    )
 
 
 def parts_of(terms: Sequence[LowRank], ranges: Sequence[tuple[int, int]]) -> list[LowRank]:

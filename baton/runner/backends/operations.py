@@ -85,6 +85,15 @@ class Operations(Protocol):
         """
         ...
 
+    def held_rows(
+        self, weight: Any, index: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those of the rows `index` [T] that this process has itself: their places in `index` [n], and rows [n, K].
+
+        No other rank is asked: call it from any thread, also while a step is computed.
+        """
+        ...
+
     def linear(
         self,
         x: torch.Tensor,

@@ -22,7 +22,7 @@ from baton.runner.backends.cpu.kernels.mixture import PackedMixture, multiply_ch
 from baton.runner.backends.cpu.kernels.product import Activation, Ungated
 from baton.runner.backends.cpu.kernels.programs.program import Program
 from baton.runner.backends.kernel_choice import CompiledOperations
-from baton.runner.backends.low_rank import LowRank, RowAdapters
+from baton.runner.backends.low_rank import LowRank, RowAdapters, parts_of
 from baton.runner.backends.ranks.host_ranks import HostRanks
 from baton.runner.backends.routing import PLAIN_EXPERTS, ClampedGate, ExpertBiases, ExpertKind, SharedRows
 from baton.runner.backends.sharded_mixture import Columns, OwnWeight, ShardedMixture
@@ -44,6 +44,13 @@ class ShardedWeight:
     def own_part(self, bias: torch.Tensor | None) -> torch.Tensor | None:
         """What a bias [N] adds to this rank's columns."""
         return None if bias is None else bias[self.columns.start : self.columns.stop]
+
+    @property
+    def own_outputs(self) -> list[tuple[int, int]]:
+        """This rank's columns, as ranges (first, stop) of stacked outputs: of a gated weight those of gate and up."""
+        first, stop = self.columns.start, self.columns.stop
+        is_gated = self.own is not None and self.own.gated
+        return [(first, stop), (self.n + first, self.n + stop)] if is_gated else [(first, stop)]
 
     def as_columns(self) -> OwnWeight:
         """The weight as one of several alike."""
@@ -288,20 +295,31 @@ class ShardedOperations:
         raise NotImplementedError("ranks compute experts one by one")
 
     def adapt(self, weight: Any, terms: Sequence[LowRank], dtype: torch.dtype) -> Any:
-        """Never called: models in several ranks refuse adapters (`TorchModelRunner.adapters`)."""
-        raise NotImplementedError("a model in several ranks computes no adapters")
+        """What an adapter adds to this rank's columns: of B these alone, and all of A, since all of x is multiplied.
+
+        It is something on all ranks, also on one without columns: they must compute alike.
+        """
+        if not isinstance(weight, ShardedWeight):
+            return self._inner.adapt(weight, terms, dtype)
+        if weight.own is None:
+            return ()
+        return self._inner.adapt(weight.own, parts_of(terms, weight.own_outputs), dtype)
 
     def take_rows(self, weight: ShardedWeight, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The rows of all ranks. The dtype must be given, since a rank that has none of the rows can't know it."""
+        places, own = self.held_rows(weight, index, dtype)
+        return self.ranks.merge_rows(own, places, index.shape[0])
+
+    def held_rows(
+        self, weight: ShardedWeight, index: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if dtype is None:
             raise TypeError("ranks can exchange rows only of a known dtype")
         first = weight.columns.start
         places = ((index >= first) & (index < weight.columns.stop)).nonzero().flatten()
         if weight.own is None:
-            own = torch.empty(0, weight.k, dtype=dtype)
-        else:
-            own = self._inner.take_rows(weight.own, index[places] - first, dtype)
-        return self.ranks.merge_rows(own, places, index.shape[0])
+            return places, torch.empty(0, weight.k, dtype=dtype)
+        return places, self._inner.take_rows(weight.own, index[places] - first, dtype)
 
     def linear(
         self,

@@ -177,6 +177,11 @@ class TorchOperations:
             return weight.matrix[index]
         return weight.matrix(dtype or torch.float32)[index]
 
+    def held_rows(
+        self, weight: TorchWeight | TorchStack, index: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.arange(len(index)), self.take_rows(weight, index, dtype)
+
     def linear(
         self,
         x: torch.Tensor,

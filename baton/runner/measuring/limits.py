@@ -157,6 +157,11 @@ class UnpaddedOperations:
     def pack_choice(self, *_: Any) -> None:
         """None, as `pack_mixture`."""
 
+    def held_rows(
+        self, weight: torch.Tensor, index: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.arange(len(index)), self.take_rows(weight, index, dtype)
+
     def take_rows(self, weight: torch.Tensor, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         return weight[index]
 

@@ -119,6 +119,10 @@ class PackedLinear(nn.Module, HasProducts):
         """Rows index [T] of the weight: [T, K]."""
         return self.operations.take_rows(self._packed, index, self._weight_dtype)
 
+    def held_rows(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those of the rows that this process has: see `Operations`."""
+        return self.operations.held_rows(self._packed, index, self._weight_dtype)
+
 
 class PackedEmbedding(nn.Module):
     """An embedding that shares its weight with the head and reads rows of the packed weight, [...] to [..., K]."""
@@ -126,6 +130,7 @@ class PackedEmbedding(nn.Module):
     def __init__(self, head: PackedLinear) -> None:
         super().__init__()
         self.shared_weight = head
+        self.held_rows = head.held_rows
 
     @property
     def weight(self) -> torch.Tensor:
@@ -275,6 +280,8 @@ def _divide_embedding(embedding: nn.Embedding, operations: Operations, release: 
         return operations.take_rows(packed, token_ids.reshape(-1), dtype).view(*token_ids.shape, -1)
 
     take_weight(embedding, rows)
+    # Adapters that bring base weights have these rows compared.
+    object.__setattr__(embedding, "held_rows", partial(operations.held_rows, packed, dtype=dtype))
 
 
 def _embeddings(module: nn.Module) -> dict[int, tuple[nn.Module, str]]:

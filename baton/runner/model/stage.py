@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
@@ -70,6 +70,10 @@ class StageReport:
     """The dtype of the rows behind its layers."""
     cache_room: int = 0
     """Bytes for its part of a KV cache that has what GPUs have left; 0 for a cache of another size."""
+    adaptable: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Numbers of outputs and inputs of the modules that adapters may change, the embedding apart, by name."""
+    adapter_shapes: Sequence[Sequence[int]] = field(default_factory=list)
+    """The same numbers of all products that adapters may change, each once."""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -86,7 +90,16 @@ class StageReport:
             report = cls(layers=layers, **read)
             texts = (*report.missed_products, report.why_no_own_loop, report.why_not_fused, report.why_no_given_rows)
             texts += (report.row_dtype,)
-            numbers = (report.embedding_size, report.num_logits, report.row_width, report.cache_room)
+            shapes = [*report.adaptable.values(), *report.adapter_shapes]
+            numbers = (
+                report.embedding_size,
+                report.num_logits,
+                report.row_width,
+                report.cache_room,
+                *(n for pair in shapes for n in pair),
+            )
+            if not all(len(pair) == 2 for pair in shapes):
+                raise TypeError("a product has not the number of outputs and that of inputs")
             if not all(isinstance(text, str) for text in texts) or not all(isinstance(n, int) for n in numbers):
                 raise TypeError(f"{texts} are not texts, or {numbers} not numbers")
             if not isinstance(report.looks_at_embedding, bool):
@@ -94,6 +107,21 @@ class StageReport:
             return report
         except (TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"this is no report of a stage ({error!r})") from error
+
+
+class Adaptable(NamedTuple):
+    """What adapters may change in all stages, the embedding apart."""
+
+    modules: Mapping[str, tuple[int, int]]
+    """Numbers of outputs and inputs, by the names of modules."""
+    shapes: Set[tuple[int, int]]
+    """The same numbers of all products, those that are computed in their place among them."""
+
+    @classmethod
+    def of(cls, reports: Sequence[StageReport]) -> Adaptable:
+        named = [named for report in reports for named in report.adaptable.items()]
+        shapes = [shape for report in reports for shape in report.adapter_shapes]
+        return cls({name: (n, k) for name, (n, k) in named}, {(n, k) for n, k in shapes})
 
 
 def _entry(fields: Mapping[str, Any]) -> LayerGeometry | LayerState:

@@ -43,6 +43,7 @@ from baton.runner.model.recognition import fuse
 from baton.runner.model.row_positions import TokensBefore, apart, has_grids
 from baton.runner.model.stage import (
     ONE_STAGE,
+    Adaptable,
     LayerReport,
     OutputWidths,
     Received,
@@ -114,9 +115,8 @@ class Transformer(CachedModel):
                 refuse_selections(model.module)
         replace_products(model.module, operations, self.row_quantum, mapped.release)
         keep_states_in_cache(model.module)
-        self.adapters = ModelAdapters(
-            model.module, operations, self.dtype, self.row_quantum, self.device, CheckpointNames
-        )
+        products = (model.module, operations, self.dtype, self.row_quantum, self.device)
+        self.adapters = ModelAdapters(*products, CheckpointNames, is_stage=self.stage.count > 1)
         """The adapters that are loaded."""
         self._logits_rows: torch.Tensor | None = None
         """The rows for which transformers' own loop computes logits."""
@@ -147,6 +147,8 @@ class Transformer(CachedModel):
                 *self._probe_given_rows(),
                 str(self.sent_dtype),
                 self._room_for_cache(cache, self._try_step),
+                self.adapters.modules,
+                sorted(self.adapters.shapes),
             )
         )
         require_one_dtype(reports, model.architecture)
@@ -156,8 +158,8 @@ class Transformer(CachedModel):
         self._why_not_fused = first_reason([report.why_not_fused for report in reports])
         self.embedding_size = reports[-1].embedding_size
         """The width of the head's input; 0: it can't be observed."""
-        self.num_logits = reports[-1].num_logits
-        """The width of the head's output."""
+        self.adaptable, self.num_logits = Adaptable.of(reports), reports[-1].num_logits
+        """What adapters may change in all stages, and the width of the head's output."""
         self.why_no_given_rows = next(filter(None, (report.why_no_given_rows for report in reports)), "")
         """Why no rows may be given in place of tokens; empty if they may."""
         self.row_width = 0 if self.why_no_given_rows else reports[0].row_width
@@ -232,8 +234,7 @@ class Transformer(CachedModel):
         """
         wanted = batch.logits_rows if logits_rows is None else logits_rows
         with on_device(self.device), torch.inference_mode():
-            recorded = self._compute_recorded(batch, wanted)
-            if recorded is None:
+            if (recorded := self._compute_recorded(batch, wanted)) is None:
                 return on_host(self._compute(batch, wanted, logits_rows is None).logits)
             # Always a copy, even of logits on the host: the next replay, of any size, overwrites them.
             return on_host(recorded, copy=True)
@@ -282,10 +283,9 @@ class Transformer(CachedModel):
         num_logits: int | None = None,
     ) -> ModelOutput:
         self._attention.layout = self._step_layout(batch, self._sharing(batch))
-        rows = self._tensor(logits_rows)
         self.adapters.begin(batch.adapters)
         self._set_long(batch)
-        step = batch.token_ids, batch.rotary_positions, rows
+        step = batch.token_ids, batch.rotary_positions, self._tensor(logits_rows)
         before, given = self._of_stage_before(received), self._given(batch)
         try:
             if self._decoder is None:
@@ -350,7 +350,7 @@ class Transformer(CachedModel):
         if not isinstance(operations, TorchOperations):
             return None
         with on_device(self.device), torch.inference_mode():
-            return operations.why_adapters_not_bit_exact(self.adapters.shapes, self.device)
+            return operations.why_adapters_not_bit_exact(self.adaptable.shapes, self.device)
 
     def _probe_layers(self, architecture: str) -> tuple[dict[int, LayerReport], list[str]]:
         """Compute a step without attention; returns what was found out of each layer, and the missed products.
@@ -374,7 +374,7 @@ class Transformer(CachedModel):
             require_width(output.hidden, self._width, architecture)
         self._output_widths = OutputWidths(output.hidden.shape[1], output.logits.shape[1])
         readers = {part.layer_idx for part in self._module.modules() if isinstance(part, ReadingAttention)}
-        found = layers_found(architecture, self._module.config, self._part.own_layers, probe, readers)
+        found = layers_found(architecture, self._module.config, self.own_layers, probe, readers)
         return found, sorted(watch.missed)
 
     def _try_step(self, num_rows: int) -> None:

@@ -19,6 +19,8 @@ from baton.engine.runner import RemotePart
 from baton.errors import ConfigError
 from baton.messages.node_report import RankReport
 from baton.observe.rank_reports import rank_reports
+from baton.runner.adapters.in_parts import AdaptersInParts
+from baton.runner.adapters.model_adapters import ModelAdapters
 from baton.runner.backends.cpu.kernel_file import why_slow
 from baton.runner.backends.cpu.kernels.barrier import BarrierTag, share_processors
 from baton.runner.backends.cpu.kernels.errors import RankLost
@@ -128,6 +130,9 @@ class FirstRank:
     def rank_reports(self) -> Sequence[RankReport]:
         return rank_reports(self.followers.pids)
 
+    def adapters_of(self, own: ModelAdapters) -> AdaptersInParts:
+        return AdaptersInParts(own, ranks=self.followers.adapter_parts)
+
     def announce_copies(self, decided: SchedulerOutput) -> None:
         """The KV cache is one memory of all ranks, in which the first one copies."""
 
@@ -207,17 +212,17 @@ class FollowingRank:
         how = WeightSpec(spec.dtype, spec.quantization, spec.dequantize, in_parts=True)
         self._model = load_model_for(self._parts.operations, Path(spec.model_dir), how, CPU)
 
-    def follow(self, on_loaded: Callable[[], None] = lambda: None) -> None:
+    def follow(self, on_loaded: Callable[[ModelAdapters], None]) -> None:
         """Compute what the first rank announces until a rank is lost; raises RankLost then.
 
-        `on_loaded` is called once the weights are packed.
+        `on_loaded` is called once the weights are packed, with this rank's part of the model's adapters.
         """
         if self._model is None:
             raise RuntimeError("the model is not loaded")
         spec, parts = self._spec, self._parts
         transformer = Transformer(self._model, parts.operations, spec.block_size, spec.cache, spec.torch_threads, self)
         self._model = None
-        on_loaded()
+        on_loaded(transformer.adapters)
         while True:
             parts.barrier.wait(BarrierTag.STEP)
             micro = parts.slot.read()

@@ -16,13 +16,15 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from baton.processes.ends import how_it_ended
 from baton.processes.fork_server import ForkedProcess, start_process
+from baton.runner.adapters.commands import AdapterAnswer, AdapterCommand, AdapterPart, OpenQuestions
 from baton.runner.backends.ranks.host_ranks import SharedFiles
-from baton.runner.ranks.heartbeats import INTERVAL_S, LOADED, LOADING
+from baton.runner.ranks.heartbeats import ANSWER, INTERVAL_S, LOADED, LOADING
 from baton.runner.stage_spec import StageSpec
 
 RANK_PROGRAM = "baton.runner.ranks.rank_process"
@@ -33,6 +35,8 @@ _LOADING_HEARTBEATS = 240
 """How many intervals a rank may be silent while its process starts and loads: its interpreter may be busy."""
 _END_S = 10.0
 _MAX_WORDS = 4096
+_MOST_SAID = 1 << 16
+"""Answers of a rank are short, as its last words are."""
 
 _log = logging.getLogger(__name__)
 
@@ -43,9 +47,33 @@ class _Process:
     """Its number among the ranks of all stages."""
     process: subprocess.Popen[bytes] | ForkedProcess
     channel: socket.socket
+    sending: threading.Lock = field(default_factory=threading.Lock)
     heartbeats_left: int = _LOADING_HEARTBEATS
     """How many more intervals it may be silent."""
-    last_words: bytearray = field(default_factory=bytearray)
+    said: bytearray = field(default_factory=bytearray)
+    """What it has said apart from heartbeats and whole answers: the beginning of an answer, or its last words."""
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank}"
+
+    def send_line(self, text: bytes) -> None:
+        with self.sending:
+            self.channel.sendall(text + b"\n")
+
+    def take(self, said: bytes) -> list[bytes]:
+        """Take what the process has sent; returns the answers that are whole now."""
+        if LOADED in said:
+            self.heartbeats_left = _MISSED_HEARTBEATS
+        elif LOADING in said:
+            self.heartbeats_left = _LOADING_HEARTBEATS
+        self.said += said.replace(LOADING, b"").replace(LOADED, b"")
+        answers = []
+        while self.said.startswith(ANSWER) and (end := self.said.find(b"\n")) >= 0:
+            answers.append(bytes(self.said[1:end]))
+            del self.said[: end + 1]
+        del self.said[_MOST_SAID:]
+        return answers
 
 
 class RankGroup:
@@ -73,6 +101,10 @@ class RankGroup:
         """Why the group is lost; empty while it is not."""
         return self._watch.why_lost
 
+    @property
+    def adapter_parts(self) -> Sequence[AdapterPart]:
+        return [_RankWithAdapters(one, self._watch.questions) for one in self._watch.processes]
+
     def declare_lost(self, reason: str) -> None:
         """Declare the group lost, because its ranks can't compute together any more. Only the first reason counts."""
         self._watch.declare_lost(reason)
@@ -86,12 +118,26 @@ class RankGroup:
         self._finalizer()
 
 
+@dataclass(frozen=True, slots=True)
+class _RankWithAdapters:
+    _process: _Process
+    _questions: OpenQuestions
+
+    @property
+    def name(self) -> str:
+        return self._process.name
+
+    def ask(self, command: AdapterCommand) -> Future[AdapterAnswer]:
+        return self._questions.ask(command, self._process.send_line)
+
+
 class _Watch:
     """Watches the processes in a thread. It does not know the group, which may be forgotten meanwhile."""
 
     def __init__(self, abort: Callable[[], None]) -> None:
         self.processes: list[_Process] = []
         self.why_lost = ""
+        self.questions = OpenQuestions()
         self._abort = abort
         self._lock = threading.Lock()
         self._callback: Callable[[str], None] | None = None
@@ -112,6 +158,7 @@ class _Watch:
         with self._lock:
             self._closing = True
         self._abort()
+        self.questions.fail(self.why_lost or "the ranks were ended")
         for one in self.processes:
             with contextlib.suppress(OSError):  # the other end is gone already
                 one.channel.shutdown(socket.SHUT_RDWR)
@@ -134,6 +181,7 @@ class _Watch:
             self.why_lost, callback = reason, self._callback
         _log.error("%s: the ranks of this model are lost", reason)
         self._abort()
+        self.questions.fail(reason)
         for one in self.processes:
             one.process.kill()
         if callback is not None:
@@ -154,10 +202,8 @@ class _Watch:
                     said = _receive(one.channel)
                     if not said:
                         return _end_of(one)
-                    one.heartbeats_left = _MISSED_HEARTBEATS if LOADED in said else _LOADING_HEARTBEATS
-                    one.last_words += said.replace(LOADING, b"").replace(LOADED, b"")[
-                        : _MAX_WORDS - len(one.last_words)
-                    ]
+                    for answer in one.take(said):
+                        self.questions.answer(answer)
                 if time.monotonic() - counted < INTERVAL_S:
                     continue
                 counted = time.monotonic()
@@ -180,7 +226,7 @@ def _end_of(one: _Process) -> str:
         code = one.process.wait(1.0)
     except subprocess.TimeoutExpired:
         return f"{name} has closed its connection"
-    words = one.last_words.decode(errors="replace").strip() if code >= 0 else ""
+    words = one.said[:_MAX_WORDS].decode(errors="replace").strip() if code >= 0 else ""
     return f"{name} {how_it_ended(code)}" + (f": {words}" if words else "")
 
 

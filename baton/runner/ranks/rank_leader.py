@@ -8,6 +8,9 @@ from typing import Protocol
 from baton.engine.batch import SchedulerOutput
 from baton.engine.runner import RemotePart
 from baton.messages.node_report import RankReport
+from baton.runner.adapters.commands import AdapterPart
+from baton.runner.adapters.in_parts import AdaptersInParts
+from baton.runner.adapters.model_adapters import ModelAdapters
 
 
 class FollowingRanks(Protocol):
@@ -21,6 +24,11 @@ class FollowingRanks(Protocol):
     @property
     def why_lost(self) -> str:
         """Why the ranks are lost; empty while they are not."""
+        ...
+
+    @property
+    def adapter_parts(self) -> Sequence[AdapterPart]:
+        """The ranks, or the other stages, which load adapters with this process."""
         ...
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
@@ -54,6 +62,10 @@ class RankLeader(Protocol):
 
     def rank_reports(self) -> Sequence[RankReport]:
         """Reports on this process and the others, in order; empty if they are no processes."""
+        ...
+
+    def adapters_of(self, own: ModelAdapters) -> AdaptersInParts:
+        """The adapters of the whole model, of which this process has `own`."""
         ...
 
     def announce_copies(self, decided: SchedulerOutput) -> None:

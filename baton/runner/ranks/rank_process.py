@@ -29,6 +29,7 @@ def main(arguments: list[str]) -> int:
     # Imported only now, since torch and transformers take seconds.
     with rare_collections():
         import_transformers()
+        from baton.runner.adapters.commands import AdapterServant
         from baton.runner.backends.cpu.kernels.errors import RankLost
         from baton.runner.backends.ranks.host_ranks import SharedFiles
         from baton.runner.ranks.rank import FollowingRank
@@ -38,14 +39,14 @@ def main(arguments: list[str]) -> int:
         follower = FollowingRank(StageSpec.from_json(spec), int(rank), files)
         with rare_collections():
             follower.load()
-        follower.follow(heartbeats.loaded)
+        follower.follow(lambda adapters: heartbeats.loaded(AdapterServant(adapters, heartbeats.answer).take))
     except RankLost:
         return 0
     except BatonError as error:
-        channel.sendall(str(error).encode())
+        heartbeats.send(str(error).encode())
         return _FAULT
     except Exception as error:
-        channel.sendall(f"{type(error).__name__}: {error}".encode())
+        heartbeats.send(f"{type(error).__name__}: {error}".encode())
         raise
     return 0
 

@@ -65,6 +65,10 @@ class FrameKind(enum.IntEnum):
     """From a stage: how its process is (`RankReport`), every few seconds."""
     COPIED = 12
     """From a stage: it has made the copies that it was told last."""
+    ADAPTER = 15
+    """To a stage: what it is to do with an adapter (`AdapterCommand`)."""
+    ADAPTER_ANSWER = 16
+    """From a stage: what came of it (`AdapterAnswer`)."""
     CLEAR = 11
     """To a stage: how many of the first blocks are to be filled with zeros."""
 

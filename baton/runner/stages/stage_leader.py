@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -26,6 +27,9 @@ from baton.engine.runner import RemotePart
 from baton.errors import ConfigError
 from baton.messages.node_report import ComputePath, RankReport
 from baton.observe.rank_reports import rank_report
+from baton.runner.adapters.commands import AdapterAnswer, AdapterCommand, AdapterPart, OpenQuestions
+from baton.runner.adapters.in_parts import AdaptersInParts
+from baton.runner.adapters.model_adapters import ModelAdapters
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.model.stage import StageReport, reports_to_json
 from baton.runner.parts import Stage
@@ -82,8 +86,8 @@ class StageProcess(Protocol):
 @dataclass(slots=True, eq=False)
 class _OtherStage:
     index: int
-    rank: int
-    """The number of its first rank."""
+    ranks: range
+    """The numbers of its ranks."""
     links: StageLinks
     writer: FrameWriter
     reader: FrameReader
@@ -93,8 +97,8 @@ class _OtherStage:
     thread: threading.Thread | None = None
     pids: Sequence[int] = ()
     """The processes of its ranks, once it is ready."""
-    figures: RankReport | None = None
-    """What it said last of its process."""
+    figures: Sequence[RankReport] = ()
+    """What it said last of the processes of its ranks."""
     num_rows_owed: int = 0
     """For how many micro-batches it owes rows."""
 
@@ -102,6 +106,19 @@ class _OtherStage:
     def pids_here(self) -> Sequence[int]:
         """The processes of its ranks on this machine, or that of the stage until it is ready; none of other hosts."""
         return () if self.process is None else self.pids or (self.process.pid,)
+
+
+@dataclass(frozen=True, slots=True)
+class _StageWithAdapters:
+    _other: _OtherStage
+    _questions: OpenQuestions
+
+    @property
+    def name(self) -> str:
+        return self._other.links.name
+
+    def ask(self, command: AdapterCommand) -> Future[AdapterAnswer]:
+        return self._questions.ask(command, lambda text: self._other.writer.send(FrameKind.ADAPTER, text))
 
 
 class StageLeader:
@@ -120,6 +137,8 @@ class StageLeader:
         """Rows for the last stage, of micro-batches in the order in which they began."""
         self._callback: Callable[[str], None] | None = None
         self._lock = threading.Lock()
+        self._questions = OpenQuestions()
+        """What the others have been asked of adapters."""
         self._is_closing = False
         self._are_copying = False
         self._layers: Sequence[range] = ()
@@ -130,7 +149,7 @@ class StageLeader:
         self._others = [
             _OtherStage(
                 index,
-                rank,
+                range(rank, rank + tensor_parallel),
                 each,
                 # Whoever reads from the stage finds out why it is lost.
                 FrameWriter(each.down, f"to-rank-{rank}", lambda _why, up=each.up: cut(up)),  # type: ignore[misc]
@@ -141,7 +160,7 @@ class StageLeader:
             for rank in [(index + 1) * tensor_parallel]
         ]
         for other in self._others:
-            name = f"baton-from-rank-{other.rank}"
+            name = f"baton-from-rank-{other.ranks.start}"
             other.thread = threading.Thread(target=self._listen, args=(other,), name=name, daemon=True)
             other.thread.start()
 
@@ -208,7 +227,18 @@ class StageLeader:
     def path(self) -> ComputePath:
         """What computes beside this process, for operators."""
         names = ", ".join(other.links.name for other in self._others)
-        return ComputePath("stages", f"{self.stage.count} with KV caches of their own: {names}, this process")
+        ranks = len(self._others[0].ranks)
+        of_ranks = f" and {ranks} ranks each" if ranks > 1 else ""
+        return ComputePath("stages", f"{self.stage.count} with KV caches of their own{of_ranks}: {names}, this process")
+
+    @property
+    def adapter_parts(self) -> Sequence[AdapterPart]:
+        return [_StageWithAdapters(other, self._questions) for other in self._others]
+
+    def adapters_of(self, own: ModelAdapters) -> AdaptersInParts:
+        """The adapters of the whole model, of which this process has `own`."""
+        ranks = () if self._own_ranks is None else self._own_ranks.followers.adapter_parts
+        return AdaptersInParts(own, ranks, self.adapter_parts)
 
     # What steps need.
 
@@ -291,6 +321,7 @@ class StageLeader:
                 reason = self._own_ranks.followers.why_lost or reason
             self.why_lost, callback = reason, self._callback
         _log.error("%s: the stages of this model are lost", reason)
+        self._questions.fail(reason)
         self._cut()
         for other in self._others:
             if other.process is not None:
@@ -304,6 +335,7 @@ class StageLeader:
         """End the other stages, and with RankLost a step that is being computed; idempotent."""
         with self._lock:
             self._is_closing = True
+        self._questions.fail(self.why_lost or STAGES_ENDED)
         self._cut()
         deadline = time.monotonic() + _END_S
         if self._own_ranks is not None:
@@ -358,8 +390,10 @@ class StageLeader:
                         else:
                             self._rows.append(frame.payload)
                             self._news_end.send(b"\0")
+                    case FrameKind.ADAPTER_ANSWER:
+                        self._questions.answer(frame.payload)
                     case FrameKind.FIGURES:
-                        other.figures = figures_from_json(frame.payload, other.rank, other.links.host)
+                        other.figures = figures_from_json(frame.payload, other.ranks, other.links.host)
                     case FrameKind.FAILED:
                         raise RankLost(f"{_SAID_ITSELF}: {frame.payload[:_MOST_TEXT].decode(errors='replace')}")
                     case _:
@@ -379,8 +413,10 @@ class StageLeader:
 
 def _reports_of(other: _OtherStage) -> list[RankReport]:
     if other.process is not None:
-        return [rank_report(other.rank + index, pid) for index, pid in enumerate(other.pids_here)]
-    return [other.figures or RankReport(other.rank, 0, is_up=False, host=other.links.host)]
+        return [rank_report(other.ranks.start + index, pid) for index, pid in enumerate(other.pids_here)]
+    if other.figures:
+        return list(other.figures)
+    return [RankReport(rank, 0, is_up=False, host=other.links.host) for rank in other.ranks]
 
 
 def _who_and_why(other: _OtherStage, why: str) -> str:

@@ -13,21 +13,28 @@ from baton.messages.node_report import RankReport
 _MOST = 1 << 62
 
 
-def figures_to_json(report: RankReport) -> bytes:
-    """What a stage says of its process."""
-    return json.dumps(asdict(report)).encode()
+def figures_to_json(reports: Sequence[RankReport]) -> bytes:
+    """What a stage says of the processes of its ranks, in order."""
+    return json.dumps([asdict(report) for report in reports]).encode()
 
 
-def figures_from_json(text: bytes | bytearray, rank: int, host: str) -> RankReport:
-    """The report that `figures_to_json` wrote, of the rank on that host. Raises ValueError."""
+def figures_from_json(text: bytes | bytearray, ranks: range, host: str) -> list[RankReport]:
+    """The reports that `figures_to_json` wrote, of these ranks on that host. Raises ValueError."""
     try:
-        read = RankReport(**_object(text))
-        counts = (read.pid, read.resident_bytes, read.shared_bytes, read.num_threads)
-        if not all(isinstance(count, int) and 0 <= count < _MOST for count in counts):
-            raise ValueError(f"its figures are {counts}")
-        return replace(read, rank=rank, is_up=bool(read.is_up), cpu_s=min(float(read.cpu_s), _MOST), host=host)
-    except (TypeError, ArithmeticError) as error:
+        read = json.loads(text)
+        if not isinstance(read, list) or not 1 <= len(read) <= len(ranks):
+            raise ValueError(f"it sent no list of figures of at most {len(ranks)} processes")
+        return [_figures_of(fields, rank, host) for fields, rank in zip(read, ranks, strict=False)]
+    except (TypeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"it sent something else than figures ({error})") from error
+
+
+def _figures_of(fields: dict[str, Any], rank: int, host: str) -> RankReport:
+    read = RankReport(**fields)
+    counts = (read.pid, read.resident_bytes, read.shared_bytes, read.num_threads)
+    if not all(isinstance(count, int) and 0 <= count < _MOST for count in counts):
+        raise ValueError(f"its figures are {counts}")
+    return replace(read, rank=rank, is_up=bool(read.is_up), cpu_s=min(float(read.cpu_s), _MOST), host=host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +61,3 @@ class StepCopies:
     def from_json(cls, text: bytes | bytearray) -> StepCopies:
         """The copies that `to_json` wrote."""
         return cls(*([BlockCopy(source, destination) for source, destination in pairs] for pairs in json.loads(text)))
-
-
-def _object(text: bytes | bytearray) -> dict[str, Any]:
-    read = json.loads(text)
-    if not isinstance(read, dict):
-        raise ValueError("it sent no JSON object")
-    return read

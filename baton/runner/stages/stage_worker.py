@@ -6,7 +6,7 @@ import json
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,8 @@ import numpy.typing as npt
 from baton.engine.runner import KVMemory
 from baton.errors import BatonError, ConfigError, EngineFault
 from baton.observe.rank_reports import rank_report
+from baton.runner.adapters.commands import AdapterServant
+from baton.runner.adapters.in_parts import AdaptersInParts
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError, RankLost
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.kernel_choice import choose_operations
@@ -50,9 +52,12 @@ class StageWorker:
         device: str,
         on_lost_while_loading: Callable[[str], None] = lambda _why: None,
         start_ranks: StartRanks = RankGroup,
+        adapter_roots: Callable[[], Sequence[str]] | None = None,
     ) -> None:
         """`links`: this end of the connections; the caller closes them. `model_dir`: this stage's copy of the model.
         `num_threads`: of all ranks of this stage together. `start_ranks`: starts those behind the first one.
+        `adapter_roots`: the directories in and below which this host's operator allows adapters; None: those that the
+        leader's operator allows, on the same host.
 
         `on_lost_while_loading` is called with the reason, in a thread of its own, when the leader is gone while the
         model is loaded, which may go on for minutes: a process ends itself then.
@@ -65,6 +70,7 @@ class StageWorker:
         self._num_threads = num_threads
         self._device = device
         self._start_ranks = start_ranks
+        self._adapter_roots = adapter_roots
         self._first_rank: FirstRank | None = None
         self._reader = FrameReader(links.down)
         # A leader that is gone ends the connection; its interpreter may be busy for long.
@@ -92,6 +98,11 @@ class StageWorker:
 
     def _load(self, spec: StageSpec) -> None:
         device = resolve_device(self._device)
+        if spec.tensor_parallel > 1 and device.type != "cpu":
+            raise ConfigError(
+                "several ranks of a stage share the memory of a host, and this host computes on a GPU: leave --tp out, "
+                "or give --device cpu on all hosts"
+            )
         prepare(spec.torch_threads)
         self.stage = spec.stage
         self._operations = choose_operations(self._num_threads, device)
@@ -117,6 +128,10 @@ class StageWorker:
         host_blocks = host_blocks_in(spec.host_cache_bytes, self._transformer.counted_block_bytes)
         self._host = self._transformer.host_blocks(host_blocks)
         self._numerics = partial(numerics_of, loaded.weights.treatment, self._operations, self._transformer.layout)
+        adapters = self._transformer.adapters
+        parts = AdaptersInParts(adapters) if self._first_rank is None else self._first_rank.adapters_of(adapters)
+        answer = partial(self._writer.send, FrameKind.ADAPTER_ANSWER)
+        self._adapters = AdapterServant(parts, answer, self._adapter_roots)
         self._is_ready = True
         followers = () if self._first_rank is None else self._first_rank.followers.pids
         self._writer.send(FrameKind.READY, json.dumps([os.getpid(), *followers]).encode())
@@ -149,6 +164,8 @@ class StageWorker:
                 case FrameKind.COPIES:
                     self._copy(StepCopies.from_json(frame.payload))
                     self._writer.send(FrameKind.COPIED)
+                case FrameKind.ADAPTER:
+                    self._adapters.take(frame.payload)
                 case FrameKind.ASK_NUMERICS:
                     self._writer.send(FrameKind.NUMERICS, self._numerics().encode())
                 case FrameKind.ROWS_PER_CALL:
@@ -203,8 +220,9 @@ class StageWorker:
             )
 
     def _tell_figures(self) -> None:
+        pids = [os.getpid(), *([] if self._first_rank is None else self._first_rank.followers.pids)]
         while not self._ended.is_set():
-            self._writer.send(FrameKind.FIGURES, figures_to_json(rank_report(self.stage.index, os.getpid())))
+            self._writer.send(FrameKind.FIGURES, figures_to_json([rank_report(*one) for one in enumerate(pids)]))
             self._ended.wait(_FIGURES_EVERY_S)
 
     def _next(self) -> Frame:

@@ -520,14 +520,12 @@ def test_files_for_one_machine_have_no_nodes_on_several(kind: Emission, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "settings", [{"decode_hosts": 2, "tp": 2}, {"prefill_hosts": 2, "prefill_pp": 2}, {"decode_hosts": 3, "pp": 3}]
-)
-def test_each_host_of_a_node_has_one_stage_of_one_rank(settings: dict[str, int]) -> None:
+@pytest.mark.parametrize("settings", [{"prefill_hosts": 2, "prefill_pp": 2}, {"decode_hosts": 3, "pp": 3, "tp": 2}])
+def test_each_host_of_a_node_has_one_stage(settings: dict[str, int]) -> None:
     role = next(name for name in settings if name.endswith("hosts"))
-    with pytest.raises(ValueError, match=f"{role} is {settings[role]}, .* has one stage of one rank on each"):
+    with pytest.raises(ValueError, match=f"{role} is {settings[role]}, .* has one stage on each"):
         up(**settings)
-    up(**settings | dict.fromkeys(("prefill_tp", "prefill_pp", "decode_tp", "decode_pp"), 1))
+    up(**settings | {"prefill_pp": 1, "decode_pp": 1})
 
 
 def test_a_directory_that_can_not_be_written_is_named_in_the_error(tmp_path: Path) -> None:

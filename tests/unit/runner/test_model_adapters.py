@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from baton.errors import AdapterRefused
 from baton.model_formats.adapters import open_adapter, read_adapter
+from baton.runner.adapters.in_parts import AdaptersInParts, HostedAdapters
 from baton.runner.adapters.model_adapters import ModelAdapters
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.stored.plan import CheckpointNames
@@ -161,7 +162,7 @@ def test_a_file_that_does_not_come_holds_up_no_step_and_no_other_adapter(
     digests = [open_adapter(directory).digest() for directory in directories]
     held = FakeAdapterFiles.of(directories[2])
     transformer = runner._transformer
-    adapters = ModelAdapters(
+    own = ModelAdapters(
         transformer._module,
         transformer._operations,
         transformer.dtype,
@@ -170,18 +171,19 @@ def test_a_file_that_does_not_come_holds_up_no_step_and_no_other_adapter(
         CheckpointNames,
         lambda directory: held if directory == directories[2] else read_adapter(directory),
     )
-    adapters.load(directories[0], digests[0], 8)
+    adapters = HostedAdapters(own, AdaptersInParts(own), 8)
+    adapters.load(directories[0], digests[0])
     with ThreadPoolExecutor(3) as pool:
-        loads = [pool.submit(adapters.load, directories[2], digests[2], 8) for _ in range(2)]
+        loads = [pool.submit(adapters.load, directories[2], digests[2]) for _ in range(2)]
         held.is_read.wait()
         try:
             pool.submit(adapters.unload, digests[0]).result(10)
-            pool.submit(adapters.load, directories[1], digests[1], 8).result(10)
+            pool.submit(adapters.load, directories[1], digests[1]).result(10)
         finally:
             held.answers.set()
         for load_of_held in loads:
             load_of_held.result()
-    assert adapters.slots == {digests[1]: 0, digests[2]: 1}
+    assert own.slots == {digests[1]: 0, digests[2]: 1}
 
 
 def test_rows_of_an_adapter_that_was_just_unloaded_do_no_harm(runner: TorchModelRunner, tmp_path: Path) -> None:

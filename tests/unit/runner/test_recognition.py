@@ -17,7 +17,9 @@ import torch
 
 from baton.messages.node_report import ComputePath
 from baton.node.process import log_slow_paths
+from baton.runner.adapters.adaptable import ModuleOutputs
 from baton.runner.backends.cpu import kernel_file
+from baton.runner.backends.low_rank import LowRank, Outputs
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.model import attention
 from baton.runner.model.fused.attention import CalledAsAttention, FusedAttention
@@ -210,11 +212,21 @@ def test_gates_among_the_queries_are_found(dtype: torch.dtype) -> None:
     module.mixer = Qwen3NextAttention(config, 0).to(dtype)
     assert fuse(module, TorchOperations(1), row_quantum=8, release=lambda _part: None) == ""
     assert isinstance(module.mixer, FusedAttention)
-    (queries, keys, _), _ = (product.modules for product in module.mixer.products)
+    product = module.mixer.products[0]
+    queries, keys, _ = product.modules
     assert queries.num_outputs == 2 * 4 * 16
-    places = queries.arranged(torch.arange(2 * 4 * 16)).view(2, 4, 16)
-    assert torch.equal(places.transpose(0, 1).flatten(), torch.arange(2 * 4 * 16)), "gates are behind all queries"
-    assert torch.equal(keys.arranged(torch.arange(2 * 16)), torch.arange(2 * 16))
+
+    def adapted(part: ModuleOutputs) -> torch.Tensor:
+        """Which output of a module is at which column of the product, for adapters."""
+        numbers = torch.arange(part.num_outputs, dtype=torch.float32)[:, None]
+        term = LowRank(torch.zeros(1, 64), 1.0, (Outputs(part.first, numbers),))
+        (outputs,) = product.adapt([term], dtype)[0].outputs
+        at_columns: torch.Tensor = outputs.b.flatten()
+        return at_columns
+
+    places = adapted(queries).view(2, 4, 16)
+    assert torch.equal(places.transpose(0, 1).flatten(), torch.arange(128.0)), "gates are behind all queries"
+    assert torch.equal(adapted(keys), torch.arange(32.0))
 
 
 @pytest.mark.parametrize(("name", "gate"), [("afmoe", "gate_proj"), ("laguna", "g_proj")])

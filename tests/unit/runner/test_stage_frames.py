@@ -92,7 +92,8 @@ def test_specifications_answers_and_copies_are_read_as_they_were_written() -> No
     spec = StageSpec("/models/tiny", "abc", "bfloat16", 16, cache, 5, 2, 4, 1, 3, 1 << 20, "int4", dequantize=True)
     assert StageSpec.from_json(spec.to_json()) == spec
     report = RankReport(5, 456, True, 1 << 30, 1 << 20, 7.5, 3)
-    assert figures_from_json(figures_to_json(report), 2, "10.0.0.2") == replace(report, rank=2, host="10.0.0.2")
+    read = figures_from_json(figures_to_json([report, replace(report, pid=457)]), range(2, 4), "10.0.0.2")
+    assert read == [replace(report, rank=2 + place, pid=456 + place, host="10.0.0.2") for place in range(2)]
     copies = StepCopies([BlockCopy(1, 2)], [BlockCopy(3, 4), BlockCopy(5, 6)], [BlockCopy(7, 8)])
     assert StepCopies.from_json(copies.to_json()) == copies
     assert not StepCopies()
@@ -102,16 +103,17 @@ def test_specifications_answers_and_copies_are_read_as_they_were_written() -> No
     "text",
     [
         b"[]",
-        b'{"pid": 1}',
-        b'{"rank": 0, "pid": Infinity, "is_up": true}',
-        b'{"rank": 0, "pid": 99999999999999999999, "is_up": true}',
-        b'{"rank": 0, "pid": 1, "is_up": true, "cpu_s": "much"}',
-        b'{"rank": 0, "pid": 1, "is_up": true, "threads": 3}',
+        b'{"rank": 0, "pid": 1, "is_up": true}',
+        b'[{"pid": 1}]',
+        b'[{"rank": 0, "pid": Infinity, "is_up": true}]',
+        b'[{"rank": 0, "pid": 99999999999999999999, "is_up": true}]',
+        b'[{"rank": 0, "pid": 1, "is_up": true, "cpu_s": "much"}]',
+        b'[{"rank": 0, "pid": 1, "is_up": true, "threads": 3}]',
     ],
 )
 def test_other_figures_are_refused(text: bytes) -> None:
     with pytest.raises(ValueError, match=r"it sent|its figures are|could not convert"):
-        figures_from_json(text, 1, "")
+        figures_from_json(text, range(1, 2), "")
 
 
 @pytest.mark.parametrize(

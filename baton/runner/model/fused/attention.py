@@ -184,7 +184,7 @@ class FusedAttention(CalledAsAttention):
                 operations.pack_own(*rows_in([*weights.values()], own_rows)),
                 next(iter(weights.values())).shape[1],
                 [(name, weight.shape[0]) for name, weight in weights.items()],
-                own_rows if self._has_gates_in_queries or given.by_head else (),
+                own_rows,
             )
         bias = joined_bias([*weights.values()], [part.bias for part in given.projections.values()])
         self._qkv_bias = None if bias is None else torch.cat([bias[rows.start : rows.stop] for rows in own_rows])
@@ -194,7 +194,7 @@ class FusedAttention(CalledAsAttention):
             own, of_head = self.own_heads.queries, weight.shape[0] // num_heads
             rows = [range(own.start * of_head, own.stop * of_head)]
             packed = operations.pack_own(*rows_in([weight], rows))
-            self._gates = AdaptableProduct(operations, packed, weight.shape[1], [(name, weight.shape[0])])
+            self._gates = AdaptableProduct(operations, packed, weight.shape[1], [(name, weight.shape[0])], rows)
         self._is_common = self._are_heads_common()
         self._out = AdaptableProduct.of_layer(operations, given.out[0], weight_of(given.out[1]))
         self._out_bias = None if given.out[1].bias is None else given.out[1].bias.detach().clone()

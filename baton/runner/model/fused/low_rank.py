@@ -139,7 +139,7 @@ def _product(operations: Operations, name: str, linear: nn.Linear, own: range | 
     if own is None:
         return AdaptableProduct.of_layer(operations, name, weight)
     packed = operations.pack_own(*rows_in([weight], [own]))
-    return AdaptableProduct(operations, packed, weight.shape[1], [(name, weight.shape[0])])
+    return AdaptableProduct(operations, packed, weight.shape[1], [(name, weight.shape[0])], [own])
 
 
 class TermedMlp(nn.Module, HasProducts):

@@ -52,7 +52,7 @@ class ReadingAttention(CalledAsAttention):
         own, dim, weight = self.own_heads.queries, self._head_dim, weight_of(query[1])
         rows = [range(own.start * dim, own.stop * dim)]
         packed = operations.pack_own(*rows_in([weight], rows))
-        self._query = AdaptableProduct(operations, packed, weight.shape[1], [(query[0], weight.shape[0])])
+        self._query = AdaptableProduct(operations, packed, weight.shape[1], [(query[0], weight.shape[0])], rows)
         bias = query[1].bias
         self._query_bias = None if bias is None else bias.detach()[rows[0].start : rows[0].stop].clone()
         self._out = AdaptableProduct.of_layer(operations, out[0], weight_of(out[1]))

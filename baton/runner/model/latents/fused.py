@@ -92,16 +92,17 @@ class FusedLatentAttention(CalledAsAttention):
         self._down_bias = joined_bias(weights, [part.bias for _, part in firsts])
         name, query = parts.query
         of_head, own = heads.shape.plain + heads.shape.rotated, self.own_heads.queries
-        weight, rows = weight_of(query), slice(own.start * of_head, own.stop * of_head)
+        weight, rows = weight_of(query), range(own.start * of_head, own.stop * of_head)
         packed = operations.pack_own(rows_of(weight, rows.start, rows.stop))
-        self._query = AdaptableProduct(operations, packed, weight.shape[1], [(name, weight.shape[0])])
-        self._query_bias = None if query.bias is None else query.bias.detach()[rows].clone()
+        self._query = AdaptableProduct(operations, packed, weight.shape[1], [(name, weight.shape[0])], [rows])
+        self._query_bias = None if query.bias is None else query.bias.detach()[rows.start : rows.stop].clone()
         self._gates: AdaptableProduct | None = None
         if parts.gate is not None:
             name, gate = parts.gate
             weight, of_head = weight_of(gate), gate.out_features // heads.shape.heads
-            packed = operations.pack_own(rows_of(weight, own.start * of_head, own.stop * of_head))
-            self._gates = AdaptableProduct(operations, packed, weight.shape[1], [(name, weight.shape[0])])
+            rows = range(own.start * of_head, own.stop * of_head)
+            packed = operations.pack_own(rows_of(weight, rows.start, rows.stop))
+            self._gates = AdaptableProduct(operations, packed, weight.shape[1], [(name, weight.shape[0])], [rows])
         name, out = parts.out
         self._out = AdaptableProduct.of_layer(operations, name, weight_of(out))
         self._out_bias = None if out.bias is None else out.bias.detach().clone()

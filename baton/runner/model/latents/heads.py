@@ -71,7 +71,7 @@ class LatentHeads(nn.Module, HasProducts):
         heads = rows.view(len(own), of_head, shape.latent)
         self.of_queries = operations.pack_heads([head[: shape.plain].T.contiguous() for head in heads])
         self.of_outputs = operations.pack_heads([head[shape.plain :] for head in heads])
-        self._product = _LatentProduct(operations, shape, self.of_queries, self.of_outputs)
+        self._product = _LatentProduct(operations, shape, own, self.of_queries, self.of_outputs)
 
     @property
     def products(self) -> Sequence[AdaptableProduct]:
@@ -152,10 +152,14 @@ class LatentHeads(nn.Module, HasProducts):
 class _LatentProduct(AdaptableProduct):
     """The product of which adapters know, by the name of the linear layer: its weight is that of all heads."""
 
-    def __init__(self, operations: Operations, shape: LatentShape, of_queries: Any, of_outputs: Any) -> None:
+    def __init__(
+        self, operations: Operations, shape: LatentShape, heads: range, of_queries: Any, of_outputs: Any
+    ) -> None:
+        """`heads`: those of which this rank has weights."""
         num_outputs = shape.heads * (shape.plain + shape.value)
         super().__init__(operations, None, shape.latent, [("", num_outputs)])
         self.shape = shape
+        self._heads = heads
         self._of_queries = of_queries
         self._of_outputs = of_outputs
         self.other_shapes = {(shape.latent, shape.plain), (shape.value, shape.latent)}
@@ -172,7 +176,7 @@ class _LatentProduct(AdaptableProduct):
         queries: list[Any] = []
         outputs: list[Any] = []
         plain, of_head = self.shape.plain, self.shape.plain + self.shape.value
-        for head, (of_query, of_output) in enumerate(zip(self._of_queries, self._of_outputs, strict=True)):
+        for head, of_query, of_output in zip(self._heads, self._of_queries, self._of_outputs, strict=True):
             places = range(head * of_head, (head + 1) * of_head)
             keys = [term.parts([(places.start, places.start + plain)]) for term in terms]
             turned = [_transposed(term) for term in keys if term is not None]

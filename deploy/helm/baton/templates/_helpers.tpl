@@ -362,7 +362,7 @@ readinessProbe:
 {{- $own := index $.Values $role }}
 {{- if gt (int $own.hosts) 1 }}
 {{- if eq $.Values.nodes.kind "Deployment" }}{{ fail (printf "%s.hosts: a Deployment does not start and stop the pods of a node together; set nodes.kind to LeaderWorkerSet or DisaggregatedSet" $role) }}{{ end }}
-{{- if gt (include "baton.ranks" $own.flags | int64) 1 }}{{ fail (printf "%s.hosts: a node on several hosts has one stage of one rank on each, so leave the flags tp and pp out" $role) }}{{ end }}
+{{- if gt (get ($own.flags | default dict) "pp" | default 1 | int64) 1 }}{{ fail (printf "%s.hosts: a node on several hosts has one stage on each, so leave the flag pp out" $role) }}{{ end }}
 {{- end }}
 {{- end }}
 {{- end }}

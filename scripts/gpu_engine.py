@@ -26,6 +26,7 @@ from gpu.steps import decode_steps, prompt_seconds, some_tokens, timed_step
 
 from baton.messages.sampling import SamplingParams
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
+from baton.runner.backends.attention_work.step_work import StepWork
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.cuda.graph_recording import GpuRecorder, Record
 from baton.runner.backends.cuda.shared_splits import find_shared_splits
@@ -127,11 +128,12 @@ def attention_of_sharers(batch: int, shared: int, own: int, device: torch.device
         query, cache, starts, lengths.to(device), tables.to(device), AttentionFeatures(HEAD_DIM**-0.5)
     )
     times, results = [], []
-    for places in (None, torch.from_numpy(sharing).to(device)):
+    for places in (None, sharing):
+        work = StepWork(starts.cpu().numpy(), lengths.numpy(), device, places)
 
-        def attend(places: torch.Tensor | None = places) -> torch.Tensor:
+        def attend(work: StepWork = work) -> torch.Tensor:
             for _ in range(CALLS):
-                out = triton_attention(replace(alone, sharing=places))
+                out = triton_attention(replace(alone, work=work))
             return out
 
         graph, result = record(attend)

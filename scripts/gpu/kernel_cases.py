@@ -11,9 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cuda.product_tiles import AMPERE, HOPPER, WIDE_TILES, of_experts, tiles_of
-from baton.runner.backends.cuda.triton_attention import triton_attention
 from baton.runner.backends.cuda.triton_digest import xxh3_constants, xxh3_of_layers
 from baton.runner.backends.cuda.triton_heads import triton_heads, triton_rotate, triton_store
 from baton.runner.backends.cuda.triton_mixture import triton_mixture, triton_sum
@@ -22,6 +20,7 @@ from baton.runner.backends.cuda.triton_product import triton_gate, triton_produc
 from baton.runner.backends.head_rows import HeadNorm, HeadRows
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.routing import SharedRows
+from gpu.attention_cases import attention_cases
 from gpu.probes.leaves import leaves
 
 
@@ -41,8 +40,9 @@ _BLOCK_SIZE, _BLOCKS = 16, 128
 def kernel_cases() -> Iterator[Case]:
     yield from _products()
     yield from _mixtures()
+    for name, launch in attention_cases():
+        yield Case(name, launch)
     for dim in (64, 128):
-        yield from _attention(dim)
         yield from _heads(dim)
     for width in (2048, 4096):
         row = _rows(8, width)
@@ -108,24 +108,3 @@ def _heads(dim: int) -> Iterator[Case]:
         yield Case(f"{name} of {dim}", partial(triton_heads, rows, angles, angles, cache, slots))
     yield Case(f"rotation of heads of {dim}", partial(triton_rotate, both, angles, angles, False))
     yield Case(f"storing heads of {dim}", partial(triton_store, value, value, cache, slots))
-
-
-def _attention(dim: int) -> Iterator[Case]:
-    plain = AttentionFeatures(dim**-0.5)
-    window_and_sinks = AttentionFeatures(dim**-0.5, window=100, sinks=_rows(32))
-    for name, rows, sequences, how, sharing in (
-        ("prompt", 2048, 1, plain, None),
-        ("decode", 8, 8, plain, None),
-        ("window and sinks", 8, 8, window_and_sinks, None),
-        ("shared blocks", 8, 8, plain, torch.zeros(3, 8, dtype=torch.int32)),
-    ):
-        call = AttentionCall(
-            _rows(rows, 32, dim),
-            _cache(dim, 8),
-            torch.zeros(sequences + 1, dtype=torch.int32),
-            torch.zeros(sequences, dtype=torch.int32),
-            torch.zeros(sequences, _BLOCKS, dtype=torch.int32),
-            how,
-            sharing,
-        )
-        yield Case(f"attention, {name}, heads of {dim}", partial(triton_attention, call))

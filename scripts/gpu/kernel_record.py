@@ -18,7 +18,13 @@ CAPABILITIES = (80, 90, 100)
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """The most shared memory of a block of threads; CUDA C++ Programming Guide, "Technical Specifications per Compute
 Capability"."""
-_SOURCES = ("baton/runner/backends/cuda/triton_*.py", "scripts/gpu/kernel_cases.py", "scripts/gpu/probes/*.py")
+_SOURCES = (
+    "baton/runner/backends/cuda/triton_*.py",
+    "baton/runner/backends/cuda/*_kernels.py",
+    "baton/runner/backends/cuda/product_tiles.py",
+    "scripts/gpu/*_cases.py",
+    "scripts/gpu/probes/*.py",
+)
 _HEAD = f"{'sm':>3} {'regs':>4} {'stack':>5} {'shared':>6} {'warps':>5}  kernel, case"
 
 

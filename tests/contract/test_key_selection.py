@@ -131,9 +131,7 @@ def test_rows_attend_to_selected_keys_alone(operations: Any, dtype: torch.dtype,
     starts = torch.tensor([0, *QUERIES]).cumsum(0).to(torch.int32)
     lengths = torch.tensor(LENGTHS, dtype=torch.int32)
     how = AttentionFeatures(0.2)
-    out = operations.paged_attention(
-        AttentionCall(query, step.cache, starts, lengths, step.tables, how, None, selected)
-    )
+    out = operations.paged_attention(AttentionCall(query, step.cache, starts, lengths, step.tables, how, selected))
     for (place, _, keys), positions in zip(step.rows(), chosen, strict=True):
         scores = query[place].double() @ keys[positions, :FIRST].T * 0.2
         expected = scores.softmax(-1) @ keys[positions, :VALUE]
@@ -145,7 +143,6 @@ def test_rows_attend_to_selected_keys_alone(operations: Any, dtype: torch.dtype,
         torch.tensor([LENGTHS[2] - QUERIES[2] + 37], dtype=torch.int32),
         step.tables[2:],
         how,
-        None,
         selected[40:41].clone(),
     )
     assert torch.equal(operations.paged_attention(one)[0], out[40]), "a row does not depend on the other rows"

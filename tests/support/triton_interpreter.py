@@ -14,13 +14,14 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from baton.runner.backends.attention_work import dealing, step_work
 from baton.runner.backends.cuda import shared_splits
 from baton.runner.backends.cuda.product_tiles import Tile
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL_TILES = (Tile(16, 16, 32), Tile(32, 32, 16), Tile(16, 32, 64))
 """Tiles of products for the interpreter."""
-SPLIT = shared_splits.SPLIT if DEVICE.type == "cuda" else 64
+SPLIT = dealing.SPLIT if DEVICE.type == "cuda" else 64
 """Keys of a split in these tests: in the interpreter, which takes some milliseconds for a tile of keys, only a few."""
 
 
@@ -30,14 +31,14 @@ def triton_attention_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     Skips the test where it can't run.
     """
     pytest.importorskip("triton", reason="Triton is not installed")
-    from baton.runner.backends.cuda import triton_attention
+    from baton.runner.backends.cuda import attention_kernels, triton_attention
 
-    for module in (shared_splits, triton_attention):
+    for module in (shared_splits, dealing, step_work, triton_attention):
         monkeypatch.setattr(module, "SPLIT", SPLIT)
     if DEVICE.type == "cpu":
         from triton.runtime import interpreter
 
-        if not isinstance(triton_attention._attend, interpreter.InterpretedFunction):
+        if not isinstance(attention_kernels.attend, interpreter.InterpretedFunction):
             pytest.skip("there is no GPU, and TRITON_INTERPRET is not 1")
         mend_interpreter(interpreter)
     return triton_attention

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from baton.runner.backends.paged_cache import CacheView
+
+if TYPE_CHECKING:
+    from baton.runner.backends.attention_work.step_work import StepWork
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,8 +28,10 @@ class StepLayout:
     """For each group of layers int64 [T]: block * block_size + offset of each row; negative for padding."""
     sample_start: torch.Tensor
     """int32 [B + 1]: like query_start, but counting only the rows that sample, which are one or none a sequence."""
-    sharing: Sequence[torch.Tensor | None] = ()
-    """For each group of layers who shares leading blocks (cuda/shared_splits.py), or None; empty: None for all."""
+    work: Sequence[StepWork] = ()
+    """For each group of layers, on GPUs, how its attention is dealt; empty: the operations find out."""
+    sample_work: Sequence[StepWork] = ()
+    """`work` of the rows that sample alone."""
     kept_lens: torch.Tensor | None = None
     """int32 [B]: how many tokens of each sequence the states of layers that keep one may cover, which are all but its
     drafts (state_calls.py). None: seq_lens."""
@@ -74,8 +80,12 @@ class AttentionCall:
     block_tables: torch.Tensor
     """int32 [B, W]: the blocks with each sequence's keys and values."""
     how: AttentionFeatures
-    sharing: torch.Tensor | None = None
-    """Which sequences share leading blocks (cuda/shared_splits.py), for operations that do not find out themselves."""
     selected: torch.Tensor | None = None
     """int64 [T, W]: to which keys of its sequence each row attends, of those that it sees (key_selection.py), among
     them at least one. Not together with a soft cap, sinks or biases. None: to all."""
+    work: StepWork | None = None
+    """How the call is dealt to a GPU's programs. None: its lengths are read from the device."""
+    shares: bool = True
+    """Whether rows may attend together to blocks that they share."""
+    most_rows: int = 128
+    """The most rows that are computed in one tile."""

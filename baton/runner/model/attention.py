@@ -213,6 +213,7 @@ class PagedAttention:
         selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
         layout, cache, group = self._place_of(layer)
+        work = layout.sample_work if sampling else layout.work
         if stores:
             own_values = None if cache.values_in_keys else dense_rows(value)
             self._operations.store_kv(dense_rows(key), own_values, cache, layout.slots[group])
@@ -224,8 +225,8 @@ class PagedAttention:
                 layout.seq_lens,
                 layout.block_tables[group],
                 how,
-                layout.sharing[group] if layout.sharing else None,
                 selected,
+                work[group] if work else None,
             )
         )
 

@@ -32,8 +32,10 @@ from baton.engine.runner import (
 )
 from baton.errors import ConfigError
 from baton.runner.backends.attention_call import StepLayout
+from baton.runner.backends.attention_work.dealing import Int32Array
+from baton.runner.backends.attention_work.step_work import StepWork
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
-from baton.runner.backends.cuda.shared_splits import Int32Array, find_in_groups
+from baton.runner.backends.cuda.shared_splits import find_in_groups
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.ranks.ranks import Ranks
 from baton.runner.backends.torch_operations import TorchOperations
@@ -154,14 +156,16 @@ class CachedModel:
 
     def _sharing(self, batch: FlatBatch) -> list[Int32Array | None]:
         """Which sequences share leading blocks, for each group of layers; empty for operations that need not know."""
-        if not isinstance(self._operations, CudaOperations) or not self._operations.attends_together:
+        if not isinstance(self._operations, CudaOperations):
             return []
+        if not self._operations.attends_together:
+            return [None] * len(self.layout.windows)
         return find_in_groups(
             batch.block_tables, batch.seq_lens, batch.query_start, self.layout.block_size, self.layout.windows
         )
 
     def _step_layout(self, batch: FlatBatch, sharing: Sequence[Int32Array | None] = ()) -> StepLayout:
-        """What attention must know of a step, on the device. `sharing`: for each group of layers."""
+        """What attention must know of a step, on the device. `sharing`: for each group of layers, for GPUs."""
         return StepLayout(
             query_start=self._tensor(batch.query_start),
             seq_lens=self._tensor(batch.seq_lens),
@@ -169,7 +173,8 @@ class CachedModel:
             slots=[self._tensor(slots) for slots in batch.slots],
             sample_start=self._tensor(batch.sample_start),
             kept_lens=None if batch.kept_lens is None else self._tensor(batch.kept_lens),
-            sharing=[None if places is None else self._tensor(places) for places in sharing],
+            work=[StepWork(batch.query_start, batch.seq_lens, self.device, places) for places in sharing],
+            sample_work=[StepWork(batch.sample_start, batch.seq_lens, self.device, places) for places in sharing],
         )
 
 

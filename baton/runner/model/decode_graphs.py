@@ -3,8 +3,8 @@
 A decode step's kernels are so short that starting them one by one takes longer than running them. A graph replays them
 on the same memory. So each of a few batch sizes has input and output buffers that stay in place. All graphs share the
 memory for intermediate results, so a result must be read before the next replay. A batch is padded to the next size
-with rows that read and write only the null block. Steps in which sequences share leading blocks have graphs of their
-own, with one buffer more that says which (shared_splits.py): other kernels compute their attention.
+with rows that read and write only the null block. How attention is dealt to programs is in buffers, too
+(attention_work/dealing.py); steps for which it starts other kernels have graphs of their own.
 
 Graphs need attention to take the "triton" way of cuda_operations.py; the plain one reads numbers back from the device,
 which can't be recorded. Every product has the same number of rows in each call, and attention sums a row's keys in one
@@ -24,9 +24,10 @@ import numpy.typing as npt
 import torch
 
 from baton.runner.backends.attention_call import StepLayout
+from baton.runner.backends.attention_work.dealing import Launch, WorkKind
+from baton.runner.backends.attention_work.step_work import KeptWork, StepWork
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.cuda.graph_recording import Graph, Record
-from baton.runner.backends.cuda.shared_splits import SPLIT, Int32Array, unshared
 from baton.runner.execution.input_batch import FlatBatch
 from baton.runner.model.attention import PagedAttention
 
@@ -40,8 +41,12 @@ Layers = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torc
 stage before the last one rows [T, hidden]."""
 
 
+_Launches = tuple[tuple[Launch, ...], ...]
+"""What is launched for each group and kind of layers."""
+
+
 class DecodeGraphs:
-    """One graph for each batch size that was needed so far, with and without sharers. Called from one thread."""
+    """One graph for each batch size that was needed so far, and what is launched for it. Called from one thread."""
 
     def __init__(
         self,
@@ -55,9 +60,11 @@ class DecodeGraphs:
         self._attention = attention
         self._layers = layers
         self._table_width = -(-max_model_len // block_size)
-        self._most_shared = max_model_len // SPLIT
+        self._max_model_len = max_model_len
         self._record: Record | None = operations.record
-        self._sized: dict[tuple[int, bool], _SizedGraph] = {}
+        self._sized: dict[tuple[int, _Launches], _SizedGraph] = {}
+        self._kinds: list[tuple[WorkKind, ...]] = []
+        """The kinds of layers of each group, as far as a graph was recorded."""
         self.num_replays = 0
         self.why_not = "" if self._record is not None else "this device has no recorder of graphs"
         """Why decode steps don't run as graphs; empty when they do."""
@@ -89,28 +96,35 @@ class DecodeGraphs:
         cos: torch.Tensor,
         sin: torch.Tensor,
         batch: FlatBatch,
-        sharing: Sequence[Int32Array | None],
+        work: Sequence[StepWork],
     ) -> torch.Tensor | None:
         """Logits [B, vocabulary], or rows; None when the step can't be recorded after all.
 
-        They must be read before the next call. `sharing`: what `find_shared_splits` found for each group of layers.
+        They must be read before the next call. `work`: that of each group of layers.
         """
         count = batch.seq_lens.size
-        key = next(size for size in SIZES if size >= count), any(places is not None for places in sharing)
-        sized = self._sized.get(key)
+        size = next(size for size in SIZES if size >= count)
+        work = [each.padded(size) for each in work]
+        sized = self._sized.get((size, self._launches(work)))
         if sized is None:
-            num_shared = self._most_shared if key[1] else None
-            sized = _SizedGraph(key[0], x, cos, batch.block_tables.shape[0], self._table_width, num_shared)
-        sized.fill(x[:count], cos[:count], sin[:count], batch, sharing)
+            kept = [KeptWork(each, self._max_model_len, x.device) for each in work]
+            sized = _SizedGraph(size, x, cos, kept, self._table_width)
+        sized.fill(x[:count], cos[:count], sin[:count], batch, work)
         if sized.graph is None:
             if not self._recorded(sized):
                 return None
-            self._sized[key] = sized
+            self._kinds = [each.kinds for each in sized.work]
+            self._sized[size, self._launches(work)] = sized
         assert sized.graph is not None
         assert sized.logits is not None
         sized.graph.replay()
         self.num_replays += 1
         return sized.logits[:count]
+
+    def _launches(self, work: Sequence[StepWork]) -> _Launches:
+        if not self._kinds:
+            return ()
+        return tuple(each.dealt(kind).launches for each, kinds in zip(work, self._kinds, strict=True) for kind in kinds)
 
     def _recorded(self, sized: _SizedGraph) -> bool:
         assert self._record is not None
@@ -132,25 +146,19 @@ class DecodeGraphs:
 
 
 class _SizedGraph:
-    """The buffers and the graph of one batch size; with `num_shared` for steps that share up to that many splits."""
+    """The buffers and the graph of one batch size."""
 
     def __init__(
-        self,
-        size: int,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        groups: int,
-        table_width: int,
-        num_shared: int | None,
+        self, size: int, x: torch.Tensor, cos: torch.Tensor, work: Sequence[KeptWork], table_width: int
     ) -> None:
-        device = x.device
+        device, groups = x.device, len(work)
+        self.work = work
         self.x = x.new_zeros(size, x.shape[1])
         self.cos, self.sin = (cos.new_zeros(size, cos.shape[1]) for _ in range(2))
         self.rows = torch.arange(size, device=device)
         self._seq_lens = _StagedTensor((size,), np.int32, device)
         self._tables = _StagedTensor((groups, size, table_width), np.int32, device)
         self._slots = _StagedTensor((groups, size), np.int64, device)
-        self._sharing = None if num_shared is None else _StagedTensor((groups, 1 + num_shared, size), np.int32, device)
         starts = torch.arange(size + 1, dtype=torch.int32, device=device)
         self.layout = StepLayout(
             query_start=starts,
@@ -158,7 +166,8 @@ class _SizedGraph:
             block_tables=list(self._tables.tensor.unbind()),
             slots=list(self._slots.tensor.unbind()),
             sample_start=starts,
-            sharing=() if self._sharing is None else list(self._sharing.tensor.unbind()),
+            work=work,
+            sample_work=work,
         )
         self.graph: Graph | None = None
         self.logits: torch.Tensor | None = None
@@ -169,7 +178,7 @@ class _SizedGraph:
         cos: torch.Tensor,
         sin: torch.Tensor,
         batch: FlatBatch,
-        sharing: Sequence[Int32Array | None],
+        work: Sequence[StepWork],
     ) -> None:
         """Copy a batch into the buffers, and fill the rows behind it with sequences of one token in the null block."""
         count = x.shape[0]
@@ -180,12 +189,8 @@ class _SizedGraph:
         self._slots.array[:, :count], self._slots.array[:, count:] = batch.slots[:, :count], 0
         for staged in (self._seq_lens, self._tables, self._slots):
             staged.push()
-        if self._sharing is not None:
-            self._sharing.array[:] = unshared(self._sharing.array.shape[1] - 1, self.x.shape[0])
-            for buffer, places in zip(self._sharing.array, sharing, strict=True):
-                if places is not None:
-                    buffer[: places.shape[0], :count] = places
-            self._sharing.push()
+        for kept, each in zip(self.work, work, strict=True):
+            kept.take(each)
 
 
 class _StagedTensor:

@@ -13,6 +13,7 @@ import torch
 from baton.engine.runner import PROBE_BLOCKS
 from baton.errors import ConfigError
 from baton.runner.adapters.model_adapters import ModelAdapters
+from baton.runner.backends.attention_work.step_work import StepWork
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
@@ -309,7 +310,8 @@ class Transformer(CachedModel):
         before, given = self._of_stage_before(received), self._given(batch)
         step = decoder.embedded(batch.token_ids, batch.rotary_positions, before, given)
         self._set_long(None)
-        return graphs.compute(step.x, step.cos, step.sin, batch, self._sharing(batch))
+        work = [StepWork(batch.query_start, batch.seq_lens, self.device, places) for places in self._sharing(batch)]
+        return graphs.compute(step.x, step.cos, step.sin, batch, work)
 
     def _of_stage_before(self, received: torch.Tensor | None) -> Received | None:
         return None if received is None else Received.of(received, self._width, self.dtype)

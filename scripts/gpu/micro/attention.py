@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from baton.engine.runner import KVLayout
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
+from baton.runner.backends.attention_work.step_work import StepWork
 from baton.runner.backends.ranks.ranks import ONE_RANK
 from baton.runner.model.attention import cache_views
 from gpu.made_model import BLOCK_SIZE, DTYPES
@@ -94,7 +95,9 @@ def _attend(context: StageContext, shape: Shape, case: Case) -> None:
         tables[row, : blocks.numel()] = blocks
     starts = torch.tensor([0, *itertools.accumulate(case.queries)], dtype=torch.int32, device=device)
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
-    call = AttentionCall(query, cache, starts, lengths, tables.to(device), AttentionFeatures(shape.head_dim**-0.5))
+    work = StepWork(starts.cpu().numpy(), lengths.cpu().numpy(), device)
+    how = AttentionFeatures(shape.head_dim**-0.5)
+    call = AttentionCall(query, cache, starts, lengths, tables.to(device), how, work=work)
     timing = context.time(lambda: triton_attention(call), repeats=9, warm_up=1, graph=True, cold=True)
     read = 1e-9 * dtype.itemsize * sum(case.lengths) * 2 * shape.kv_heads * shape.head_dim
     teraflop = 4e-12 * shape.heads * shape.head_dim * sum(n * n / 2 if case.of_prompts else n for n in case.lengths)

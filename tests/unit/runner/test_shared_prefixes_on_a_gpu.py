@@ -13,8 +13,8 @@ import torch
 
 from baton.messages.sampling import SamplingParams
 from baton.runner.backends.attention_call import AttentionCall
+from baton.runner.backends.attention_work.dealing import Int32Array
 from baton.runner.backends.cuda import shared_splits
-from baton.runner.model import decode_graphs
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from tests.doubles.fake_attention import fake_paged_attention
@@ -39,11 +39,14 @@ TOKENS = {"whole": 5, "lone": 9, "half": 4, "again": 8, "short": 9}
 def _short_splits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(shared_splits, "SPLIT", SPLIT)
-        monkeypatch.setattr(decode_graphs, "SPLIT", SPLIT)
         yield
 
 
 Model = Callable[[str], tuple[Path, dict[str, list[int]]]]
+
+
+def sharing_of(call: AttentionCall) -> Int32Array | None:
+    return call.work.sharing if call.work is not None and call.shares else None
 
 
 class CheckingAttention:
@@ -55,12 +58,12 @@ class CheckingAttention:
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         with torch._C.DisableTorchFunction():
-            if call.sharing is not None:
+            if (sharing := sharing_of(call)) is not None:
                 assert call.how.window is None
-                self._check(call.sharing, call.seq_lens, call.block_tables, call.cache.block_size)
+                self._check(sharing, call.seq_lens, call.block_tables, call.cache.block_size)
         return fake_paged_attention(call)
 
-    def _check(self, sharing: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor, block_size: int) -> None:
+    def _check(self, sharing: Int32Array, lengths: torch.Tensor, tables: torch.Tensor, block_size: int) -> None:
         order, *splits = sharing.tolist()
         assert sorted(order) == list(range(lengths.numel()))
         found = set()
@@ -115,10 +118,6 @@ def test_steps_tell_the_kernel_who_shares(model: Model, architecture: str, recor
         return
     # First three share, and at last nobody: one of two has ended.
     assert set(attend.sharers) == {2, 3}
-    graphs = runner._transformer.decode_graphs
-    if graphs is not None and architecture == "llama":
-        assert sorted(size for size, shares in graphs._sized if shares) == [4, 8]
-        assert graphs.sizes == [1, 2, 4, 8]
 
 
 def test_prompts_are_computed_without_sharers(model: Model) -> None:
@@ -138,11 +137,11 @@ def test_prompts_are_computed_without_sharers(model: Model) -> None:
 
 def other_bits(call: AttentionCall) -> torch.Tensor:
     """A fake kernel that rounds differently where rows share."""
-    return fake_paged_attention(call) * (1.0 if call.sharing is None else 1.0 + 1e-6)
+    return fake_paged_attention(call) * (1.0 if sharing_of(call) is None else 1.0 + 1e-6)
 
 
 def no_sharing(call: AttentionCall) -> torch.Tensor:
-    if call.sharing is not None:
+    if sharing_of(call) is not None:
         raise NotImplementedError("out of shared memory")
     return fake_paged_attention(call)
 

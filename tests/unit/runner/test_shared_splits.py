@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.runner.backends.cuda.shared_splits import SPLIT, Int32Array, find_in_groups, find_shared_splits
+from baton.runner.backends.attention_work.dealing import SPLIT, Int32Array
+from baton.runner.backends.cuda.shared_splits import find_in_groups, find_shared_splits
 
 
 def sharers(found: Int32Array, split: int) -> set[frozenset[int]]:

@@ -16,13 +16,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
-from baton.runner.backends.cuda.shared_splits import SPLIT, find_shared_splits
+from baton.runner.backends.attention_work.dealing import LARGEST_TILE, SPLIT, TOGETHER_ROWS
+from baton.runner.backends.attention_work.step_work import StepWork
+from baton.runner.backends.cuda.shared_splits import find_shared_splits
 from baton.runner.backends.paged_cache import CacheView
 
 _log = logging.getLogger(__name__)
 
-_MOST_HEADS = 8
-"""Half of a tile's rows (triton_attention.py)."""
+_MOST_HEADS = TOGETHER_ROWS // 2
+_TILES = (LARGEST_TILE, 16)
+"""The most rows of a tile that are tried. Those of more rows are computed by other instructions."""
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2}
 
 
@@ -80,6 +83,7 @@ class AttentionChoice:
         self._attend = attend
         self._plain = plain
         self._ways: dict[_Kind, str] = {}
+        self._most_rows: dict[_Kind, int] = {}
         self._together: set[_Kind] = set()
         self.why_plain = ""
         """Why the latest kind of layer that takes the plain way does not take a faster one."""
@@ -105,8 +109,7 @@ class AttentionChoice:
             way = self._ways[kind] = self._choose(kind)
         if way == "plain":
             return self._plain(call)
-        may_share = call.sharing is None or kind in self._together
-        return self._attend(call if may_share else replace(call, sharing=None))
+        return self._attend(replace(call, shares=kind in self._together, most_rows=self._most_rows[kind]))
 
     def _choose(self, kind: _Kind) -> str:
         if kind.has_distance_bias:
@@ -114,23 +117,31 @@ class AttentionChoice:
             return "plain"
         sample = _sample(kind, self._device)
         expected = self._plain(sample)
+        for most_rows in _TILES:
+            if not (reason := self._why_not(replace(sample, most_rows=most_rows), expected)):
+                self._most_rows[kind] = most_rows
+                if kind.may_share and self._shares(replace(sample, most_rows=most_rows)):
+                    self._together.add(kind)
+                return "triton"
+            if most_rows != _TILES[-1]:
+                _log.warning("attention has tiles of %d rows at most: %s", _TILES[-1], reason)
+        self.why_plain = reason
+        return "plain"
+
+    def _why_not(self, sample: AttentionCall, expected: torch.Tensor) -> str:
+        """Why the kernel is not taken with tiles of the sample's rows; empty if it is."""
         try:
             out = self._attend(sample)
             alone = self._attend(_last_alone(sample))
         except Exception as error:  # of torch, of Triton's compiler or of the driver: not on this device or this shape
             lines = str(error).splitlines() or [""]
-            self.why_plain = f"Triton's kernel fails with {type(error).__name__} ({lines[0]:.200})"
-            return "plain"
-        tolerance = _TOLERANCE[kind.dtype]
+            return f"Triton's kernel fails with {type(error).__name__} ({lines[0]:.200})"
+        tolerance = _TOLERANCE[sample.query.dtype]
         if not torch.allclose(out.float(), expected.float(), atol=tolerance, rtol=tolerance):
-            self.why_plain = "the result of Triton's kernel differs from that of plain attention"
-        elif not torch.equal(out[-1:], alone):
-            self.why_plain = "Triton's kernel gives a row other bits alone than in a batch"
-        else:
-            if kind.may_share and self._shares(sample):
-                self._together.add(kind)
-            return "triton"
-        return "plain"
+            return "the result of Triton's kernel differs from that of plain attention"
+        if not torch.equal(out[-1:], alone):
+            return "Triton's kernel gives a row other bits alone than in a batch"
+        return ""
 
     def _shares(self, sample: AttentionCall) -> bool:
         """Whether rows of the sample that share blocks have the same bits as without sharing."""
@@ -138,8 +149,9 @@ class AttentionChoice:
         tables, lengths = shared.block_tables.cpu().numpy(), shared.seq_lens.cpu().numpy()
         sharing = find_shared_splits(tables, lengths, shared.cache.block_size)
         assert sharing is not None
+        work = StepWork(shared.query_start.cpu().numpy(), lengths, self._device, sharing)
         try:
-            together = self._attend(replace(shared, sharing=torch.from_numpy(sharing).to(self._device)))
+            together = self._attend(replace(shared, work=work))
             if torch.equal(together, self._attend(shared)):
                 return True
             reason = "a row gets other bits"
@@ -151,7 +163,7 @@ class AttentionChoice:
 
 _SAMPLE_LENGTHS, _SAMPLE_QUERIES = (3, 40, 1100), (3, 1, 18)
 """The keys and the queries of the sample's sequences. Those of the last one fill more than one tile, and see keys of
-three splits (triton_attention.py)."""
+three splits (attention_kernels.py)."""
 
 
 def _sample(kind: _Kind, device: torch.device) -> AttentionCall:

@@ -2,8 +2,8 @@
 
 The same block numbers at the beginning of two tables mean the same keys. Sorted by their tables, sequences that share
 the most are neighbours, so any tree of prefixes is found: all share a system prompt, some of them a document behind it.
-What is shared is whole splits, the pieces in which the kernels sum a row's keys anyway (triton_attention.py): a split's
-sums are the same whichever rows are computed beside it, and they are merged in their order either way.
+What is shared is whole splits, the pieces in which the kernels sum a row's keys anyway (attention_kernels.py): a
+split's sums are the same whichever rows are computed beside it, and they are merged in their order either way.
 
 Everything here is decided on the host, which has the tables, so the device is never asked.
 """
@@ -13,8 +13,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-SPLIT = 512
-"""Keys of a split, a multiple of every tile of keys."""
+from baton.runner.backends.attention_work.dealing import SPLIT, Int32Array
 
 _WORTH = 16
 """At least one walk of a split in this many must be saved.
@@ -22,8 +21,6 @@ _WORTH = 16
 The sums of splits go through memory then, which is 1/62 of the bytes of keys and values for heads of 64 in groups of 4
 and bfloat16. Reckoned, not measured.
 """
-
-Int32Array = npt.NDArray[np.int32]
 
 
 def find_shared_splits(block_tables: Int32Array, seq_lens: Int32Array, block_size: int) -> Int32Array | None:

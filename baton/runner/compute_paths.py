@@ -8,6 +8,7 @@ from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.timed_operations import TimedOperations
+from baton.runner.execution.sampler import Sampler
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import ModelWeights
 
@@ -43,6 +44,13 @@ def products_path(operations: Operations) -> ComputePath:
     if info.isas and info.isa != info.isas[0]:
         why_not = f"{info.isas[0]} would run too, and {info.isa} was asked for"
     return ComputePath("products", f"C kernels, {info.isa}", why_not)
+
+
+def sampler_path(sampler: Sampler) -> ComputePath:
+    """What draws the tokens of a model on a GPU."""
+    if sampler.is_on_device:
+        return ComputePath("sampler", "Triton's kernels")
+    return ComputePath("sampler", "numpy on one thread", "Triton's kernels can't be used, as the log says")
 
 
 def _attention(operations: Operations) -> ComputePath:

@@ -17,9 +17,10 @@ from baton.messages.node_model import Capability
 from baton.messages.node_report import ComputePath
 from baton.runner.against_transformers import TransformersLogits, UnverifiedModel
 from baton.runner.backends.cpu.kernels import KernelArgumentError
+from baton.runner.backends.cuda.device_sampler import NUMERICS, sampler_on
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.operations import Operations
-from baton.runner.compute_paths import compute_paths
+from baton.runner.compute_paths import compute_paths, sampler_path
 from baton.runner.execution.draft_model import DraftModel
 from baton.runner.images import ImageInputs
 from baton.runner.model.attention import UnsupportedAttention
@@ -198,15 +199,21 @@ class _Loading:
                 capabilities=info.capabilities | {Capability.IMAGE},
             )
         info = replace(info, compute_paths=(*info.compute_paths, *paths))
+        sampler = sampler_on(transformer.device, info.vocab_size)
+        if transformer.device.type != "cpu":
+            info = replace(info, compute_paths=(*info.compute_paths, sampler_path(sampler)))
+        if sampler.is_on_device:
+            info = replace(info, numerics=f"{info.numerics}/{NUMERICS}")
         draft_model = None
         if self.drafting is not None:
             info = replace(info, compute_paths=(*info.compute_paths, self.drafting.path(transformer)))
             draft_model = self.drafting.start(transformer, info)
         if isinstance(transformer, LeadingStage) and leader is not None:
             return PipelinedModelRunner(
-                info, transformer, spec.host_cache_bytes, draft_model, leader, images, spec.max_lora_rank
+                info, transformer, spec.host_cache_bytes, draft_model, leader, images, spec.max_lora_rank, sampler
             )
-        return make_runner(info, transformer, spec.host_cache_bytes, draft_model, leader, images, spec.max_lora_rank)
+        rest = leader, images, spec.max_lora_rank
+        return make_runner(info, transformer, spec.host_cache_bytes, draft_model, *rest, sampler=sampler)
 
     def _images(self) -> ImageInputs | None:
         """What makes rows of images; None for a model that takes none. Raises ConfigError."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,17 +24,16 @@ from baton.runner.execution.input_batch import flatten, with_given_rows, with_gr
 from baton.runner.execution.pooling import TextQueries
 from baton.runner.execution.prompt_logprobs import take_prompt_logprobs
 from baton.runner.execution.request_table import RequestState, RequestTable
-from baton.runner.execution.sampler import Sampled, SamplingState, sample
+from baton.runner.execution.sampler import HostSampler, Sampled, Sampler, SamplingState
 from baton.runner.execution.step_results import PooledShare, StepResults, StepRows
 from baton.runner.execution.token_masks import TokenMasks
 from baton.runner.execution.verification import sample_and_verify
-from baton.runner.model.decoder import HiddenAndLogits
+from baton.runner.model.decoder import NO_ROWS, HiddenAndLogits
 from baton.runner.model.transformer import Transformer
 from baton.runner.ranks.rank_leader import RankLeader
 
 _log = logging.getLogger(__name__)
 
-_NO_HIDDEN = np.empty((0, 0), dtype=np.float32)
 _LARGEST_EXPONENT = 12
 """After faults one after the other a draft model rests for 2 to the power of at most this number of steps."""
 
@@ -65,10 +64,11 @@ class TorchModelRunner:
         max_lora_rank: int = DEFAULT_MAX_RANK,
         source: EncoderDecoder | None = None,
         aligner: Aligner | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         """`leader`: of a model that several processes compute; the runner ends them. `inputs`: what encodes images or
         the inputs of an encoder, for a model that takes them. `source`: of a model with an encoder and a decoder.
-        `aligner`: of one that aligns transcripts.
+        `aligner`: of one that aligns transcripts. `sampler`: None for the one in numpy.
         """
         self._aligner = aligner
         self._has_sources = source is not None
@@ -80,6 +80,7 @@ class TorchModelRunner:
         self._num_steps_without_drafts = 0
         """After a fault, how many steps go by before the draft model is asked again."""
         self._transformer = transformer
+        self._sampler = HostSampler() if sampler is None else sampler
         self.layout = transformer.layout
         self.memory = transformer.memory
         self._host = transformer.host_blocks(host_blocks_in(host_cache_bytes, transformer.counted_block_bytes))
@@ -145,8 +146,11 @@ class TorchModelRunner:
             with self._masks.filling(samplers, (share.state.root_id for share in rows.scheduled)):
                 if rows.wants_hidden:
                     computed = self._transformer.compute_with_hidden(rows.batch, rows.logits_rows, rows.num_logits)
+                elif self._sampler.is_on_device and not rows.chunks:
+                    there = self._transformer.compute_there(rows.batch, rows.logits_rows)
+                    computed = HiddenAndLogits(NO_ROWS, NO_ROWS, there=there)
                 else:
-                    computed = HiddenAndLogits(_NO_HIDDEN, self._transformer.compute(rows.batch, rows.logits_rows))
+                    computed = HiddenAndLogits(NO_ROWS, self._transformer.compute(rows.batch, rows.logits_rows))
             self._take(step, rows, computed)
         return self._end(step)
 
@@ -189,13 +193,14 @@ class TorchModelRunner:
 
     def _take(self, step: StepResults, rows: StepRows, computed: HiddenAndLogits) -> None:
         """Sample from what was computed of a step's rows."""
-        logits, samplers = computed.logits[rows.sampled], rows.samplers
+        logits: Any = (computed.logits if computed.there is None else computed.there)[rows.sampled]
         of_prompts = computed.logits[len(logits) :] if rows.chunks else computed.logits[:0]
         for pooled in rows.pooled:
             self._pool(pooled, computed, step)
         prompt_logprobs, faults = take_prompt_logprobs(rows.chunks, of_prompts)
         step.prompt_logprobs |= prompt_logprobs
-        for share, results in zip(samplers, sample_and_verify(logits, samplers, self._sample), strict=True):
+        verified = sample_and_verify(logits, rows.samplers, self._sample)
+        for share, results in zip(rows.samplers, verified, strict=True):
             request_id, first = share.state.request_id, results[0]
             if (error := first.error or faults.get(request_id)) is not None:
                 step.failed[request_id] = error if isinstance(error, InvalidRequest) else str(error)
@@ -273,9 +278,9 @@ class TorchModelRunner:
             self._num_draft_faults = 0
         return drafts
 
-    def _sample(self, logits: npt.NDArray[np.float32], states: Sequence[RequestState]) -> list[Sampled]:
+    def _sample(self, logits: Any, states: Sequence[RequestState]) -> list[Sampled]:
         masks, unmasked = self._masks.fill(states)
-        results = sample(
+        results = self._sampler.sample(
             logits,
             [
                 SamplingState(

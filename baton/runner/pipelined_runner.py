@@ -20,6 +20,7 @@ from baton.engine.runner import ModelInfo
 from baton.model_formats.adapters import DEFAULT_MAX_RANK
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.execution.draft_model import DraftModel
+from baton.runner.execution.sampler import Sampler
 from baton.runner.execution.step_results import StepResults, StepRows
 from baton.runner.images import ImageInputs
 from baton.runner.model_runner import TorchModelRunner
@@ -56,8 +57,11 @@ class PipelinedModelRunner(TorchModelRunner):
         leader: RankLeader,
         images: ImageInputs | None = None,
         max_lora_rank: int = DEFAULT_MAX_RANK,
+        sampler: Sampler | None = None,
     ) -> None:
-        super().__init__(model, transformer, host_cache_bytes, draft_model, leader, images, max_lora_rank)
+        super().__init__(
+            model, transformer, host_cache_bytes, draft_model, leader, images, max_lora_rank, sampler=sampler
+        )
         self._leading = transformer
         self._executing = threading.Lock()
         """Held while a step is executed."""

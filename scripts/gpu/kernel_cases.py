@@ -21,7 +21,7 @@ from baton.runner.backends.head_rows import HeadNorm, HeadRows
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.routing import SharedRows
 from gpu.attention_cases import attention_cases
-from gpu.probes.leaves import leaves
+from gpu.sampler_cases import sampler_cases
 
 
 class Case(NamedTuple):
@@ -40,7 +40,7 @@ _BLOCK_SIZE, _BLOCKS = 16, 128
 def kernel_cases() -> Iterator[Case]:
     yield from _products()
     yield from _mixtures()
-    for name, launch in attention_cases():
+    for name, launch in (*attention_cases(), *sampler_cases()):
         yield Case(name, launch)
     for dim in (64, 128):
         yield from _heads(dim)
@@ -48,7 +48,6 @@ def kernel_cases() -> Iterator[Case]:
         row = _rows(8, width)
         yield Case(f"norm of {width}", partial(triton_norm, row, None, row[0], 1e-6, False))
         yield Case(f"norm of {width} and sum", partial(triton_norm, row, row, row[0], 1e-6, False))
-    yield Case("probe: leaves of logits", partial(leaves, torch.empty(2, 128256)))
     memory, numbers = torch.zeros(64, dtype=torch.uint64), torch.zeros(8, dtype=torch.int64)
     constants = xxh3_constants(torch.device("cpu"))
     yield Case("digests", partial(xxh3_of_layers, memory, 64, numbers, numbers, numbers, numbers, constants))

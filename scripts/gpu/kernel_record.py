@@ -21,9 +21,9 @@ Capability"."""
 _SOURCES = (
     "baton/runner/backends/cuda/triton_*.py",
     "baton/runner/backends/cuda/*_kernels.py",
+    "baton/runner/backends/cuda/sampling/*.py",
     "baton/runner/backends/cuda/product_tiles.py",
     "scripts/gpu/*_cases.py",
-    "scripts/gpu/probes/*.py",
 )
 _HEAD = f"{'sm':>3} {'regs':>4} {'stack':>5} {'shared':>6} {'warps':>5}  kernel, case"
 

@@ -11,9 +11,11 @@ import torch
 
 from baton.engine.runner import ModelInfo
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
+from baton.runner.backends.cuda.device_sampler import DeviceSampler, sampler_on
 from baton.runner.backends.cuda.graph_recording import GpuRecorder
 from baton.runner.backends.cuda.kernels import triton_kernels
 from baton.runner.compute_paths import compute_paths
+from baton.runner.execution.sampler import Sampler
 from baton.runner.model import attention
 from baton.runner.model.checkpoint import Checkpoint
 from baton.runner.model.transformer import Transformer
@@ -65,7 +67,7 @@ def made_runner(shape: Shape, device: torch.device, num_blocks: int) -> TorchMod
         weight_bytes=weights.num_bytes,
     )
     fill_by_counter(transformer.kv_memory, "cache", deviation=1.0)
-    return TorchModelRunner(info, transformer)
+    return TorchModelRunner(info, transformer, sampler=made_sampler(device, shape.vocab))
 
 
 def made_operations(device: torch.device) -> CudaOperations:
@@ -78,3 +80,11 @@ def made_operations(device: torch.device) -> CudaOperations:
 
     mend_interpreter(interpreter)
     return CudaOperations(device, triton_kernels(), tiles=SMALL_TILES)
+
+
+def made_sampler(device: torch.device, vocab_size: int) -> Sampler:
+    """The sampler of a GPU, also where Triton's interpreter runs its kernels."""
+    if device.type == "cuda":
+        return sampler_on(device, vocab_size)
+    made_operations(device)
+    return DeviceSampler(device, vocab_size)

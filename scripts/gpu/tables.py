@@ -31,7 +31,7 @@ def render_card(lines: Sequence[Line]) -> str:
         _products(_reports(micro, "product")),
         _attention(_reports(micro, "attention")),
         _norms(_reports(micro, "norm")),
-        _sampler(_reports(micro, "sampler"), _reports(micro, "logits to the host")),
+        _sampler(_reports(micro, "sampler")),
         _digests(_reports(micro, "digests")),
         _cublas(_reports(runs.get("bits", []), "cuBLAS")),
         _hand_offs(_reports(pair, "hand-off")),
@@ -205,15 +205,10 @@ def _norms(reports: Sequence[Fields]) -> str:
     )
 
 
-def _sampler(reports: Sequence[Fields], copies: Sequence[Fields]) -> str:
-    rows = [(report["kind"], report["logits"], report["vocab"], report["ms_a_row"]) for report in reports]
-    columns = ("sampling", "logits", "vocabulary", "ms a row")
-    moved = [(report["rows"], report["vocab"], report["ms"], report["gb_per_s"]) for report in copies]
-    parts = (
-        table("The sampler on the host", columns, rows),
-        table("Logits to the host", ("rows", "vocabulary", "ms", "GB/s"), moved),
-    )
-    return "\n\n".join(part for part in parts if part)
+def _sampler(reports: Sequence[Fields]) -> str:
+    names = ("kind", "logits", "vocab", "rows", "ms")
+    columns = ("sampling", "logits", "vocabulary", "rows", "ms a step")
+    return table("The sampler", columns, [[report[name] for name in names] for report in reports])
 
 
 def _digests(reports: Sequence[Fields]) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -63,17 +64,38 @@ class Sampled:
     """InvalidRequest if the request's parameters leave no token."""
 
 
-def sample(logits: npt.NDArray[np.float32], states: Sequence[SamplingState]) -> list[Sampled]:
-    """Draw one token per row. `logits` is float32 [rows, vocabulary], `states` one per row.
+class Sampler(Protocol):
+    """Draws tokens from logits, where these are."""
 
-    Rows with a non-finite value get a result with `error`; they don't affect the other rows.
-    """
+    is_on_device: bool
+    """Whether it takes tensors of the device that computes the model, too, and not only numpy's arrays."""
+
+    def sample(self, logits: Any, states: Sequence[SamplingState]) -> list[Sampled]:
+        """Draw one token per row. `logits` is float32 [rows, vocabulary], `states` one per row.
+
+        Rows with a non-finite value get a result with `error`; they don't affect the other rows. On return a device has
+        computed all that was started before.
+        """
+        ...
+
+
+class HostSampler:
+    """Draws in numpy."""
+
+    is_on_device = False
+
+    def sample(self, logits: npt.NDArray[np.float32], states: Sequence[SamplingState]) -> list[Sampled]:
+        return sample(logits, states)
+
+
+def sample(logits: npt.NDArray[np.float32], states: Sequence[SamplingState]) -> list[Sampled]:
+    """See `Sampler.sample`."""
     finite = _finite_rows(logits)
     best = logits.argmax(axis=1).tolist()
     results = []
     for row, state in enumerate(states):
         if not finite[row]:
-            results.append(Sampled(-1, error=EngineFault("the model produced non-finite logits")))
+            results.append(Sampled(-1, error=not_finite()))
         elif is_plain_greedy(state):
             results.append(Sampled(best[row]))
         else:
@@ -102,7 +124,7 @@ def sample_row(logits: Row, state: SamplingState) -> Sampled:
         # The mask is applied last, so that no bias can bring back a token that it excludes.
         processed = _masked(processed, state.mask)
     if processed is not logits and processed.max() == -np.inf:
-        return Sampled(-1, error=_no_token_left(params))
+        return Sampled(-1, error=no_token_left(params))
     if params.is_greedy:
         token_id = int(processed.argmax())
     else:
@@ -127,7 +149,12 @@ def _is_processed(state: SamplingState) -> bool:
     )
 
 
-def _no_token_left(params: SamplingParams) -> InvalidRequest:
+def not_finite() -> EngineFault:
+    """The error of a row with a logit that is not finite."""
+    return EngineFault("the model produced non-finite logits")
+
+
+def no_token_left(params: SamplingParams) -> InvalidRequest:
     """The error of a request whose parameters together exclude every token, named after the first of them."""
     given = {
         "min_tokens": params.min_tokens,

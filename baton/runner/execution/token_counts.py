@@ -40,6 +40,11 @@ class TokenCounts:
         """The distinct tokens of prompt and output."""
         return self._ids[self._total > 0]
 
+    def occurrences(self) -> tuple[Ids, Counts]:
+        """The distinct tokens of prompt and output, and how often each occurs in the output."""
+        there = self._total > 0
+        return self._ids[there], self._output[there]
+
     def in_output(self) -> tuple[Ids, Counts]:
         """The distinct tokens of the output, and how often each occurs there."""
         there = self._output > 0

@@ -15,13 +15,18 @@ def has_rules(params: SamplingParams) -> bool:
     return bool(params.allowed_token_ids or params.bad_words_token_ids)
 
 
+TokenIds = Sequence[int] | npt.NDArray[np.int64]
+"""Prompt and output together."""
+
+
 class TokenRules:
     """The rules of one request, in the form in which they are applied. Immutable."""
 
     def __init__(self, params: SamplingParams) -> None:
-        self._allowed = np.array(params.allowed_token_ids, dtype=np.int64)
+        self.allowed = np.array(params.allowed_token_ids, dtype=np.int64)
+        """The only tokens that may be sampled; empty: any."""
         words = params.bad_words_token_ids
-        self._never = np.array([word[0] for word in words if len(word) == 1], dtype=np.int64)
+        self._never = [word[0] for word in words if len(word) == 1]
         self._last_tokens: dict[int, list[tuple[list[int], int]]] = {}
         """Beginnings of words of several tokens, each with the token that completes it, by the beginning's last token:
         most steps look up one token, and compare nothing."""
@@ -29,21 +34,21 @@ class TokenRules:
             if beginning:
                 self._last_tokens.setdefault(beginning[-1], []).append((beginning, last))
 
-    def exclude(
-        self,
-        logits: npt.NDArray[np.float32],
-        token_ids: Sequence[int] | npt.NDArray[np.int64],
-        num_prompt_tokens: int,
-    ) -> None:
-        """Set the logits of excluded tokens to minus infinity. A word counts only if all of it is in the output."""
-        if self._allowed.size:
-            kept = logits[self._allowed]
+    def exclude(self, logits: npt.NDArray[np.float32], token_ids: TokenIds, num_prompt_tokens: int) -> None:
+        """Set the logits of excluded tokens to minus infinity."""
+        if self.allowed.size:
+            kept = logits[self.allowed]
             logits.fill(-np.inf)
-            logits[self._allowed] = kept
-        logits[self._never] = -np.inf
-        if len(token_ids) == num_prompt_tokens:
-            return
+            logits[self.allowed] = kept
+        logits[self.excluded(token_ids, num_prompt_tokens)] = -np.inf
+
+    def excluded(self, token_ids: TokenIds, num_prompt_tokens: int) -> list[int]:
+        """The tokens that would complete a bad word; it counts only if all of it is in the output."""
+        if len(token_ids) == num_prompt_tokens or not self._last_tokens:
+            return self._never
+        completing = []
         for beginning, last in self._last_tokens.get(int(token_ids[-1]), ()):
             start = len(token_ids) - len(beginning)
             if start >= num_prompt_tokens and list(token_ids[start:]) == beginning:
-                logits[last] = -np.inf
+                completing.append(last)
+        return self._never + completing

@@ -12,20 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from baton.runner.execution.request_table import RequestState, Scheduled
 from baton.runner.execution.sampler import Sampled
 
-SampleRows = Callable[[npt.NDArray[np.float32], Sequence[RequestState]], Sequence[Sampled]]
-"""Draws one token for each row of logits [rows, vocabulary] from the state of the row's request as it is now."""
+SampleRows = Callable[[Any, Sequence[RequestState]], Sequence[Sampled]]
+"""Draws one token for each row of logits [rows, vocabulary], numpy's or a device's, from the state of the row's request
+as it is now."""
 
 
-def sample_and_verify(
-    logits: npt.NDArray[np.float32], samplers: Sequence[Scheduled], sample: SampleRows
-) -> list[list[Sampled]]:
+def sample_and_verify(logits: Any, samplers: Sequence[Scheduled], sample: SampleRows) -> list[list[Sampled]]:
     """Sample each request's next token, and further ones as long as its drafts are right; append them to its state.
 
     `logits` has the rows of all `samplers` one after another: `num_sampled_rows` each. Returns one list for each of

@@ -66,6 +66,10 @@ def given_to(embedding: nn.Module, given: GivenRows) -> Iterator[None]:
         handle.remove()
 
 
+NO_ROWS = np.empty((0, 0), dtype=np.float32)
+"""Stands for rows that are not wanted in the host's memory."""
+
+
 class HiddenAndLogits(NamedTuple):
     """The result of a step for the rows that are wanted, in float32."""
 
@@ -75,6 +79,8 @@ class HiddenAndLogits(NamedTuple):
     """The output of the head for all of these rows, or the first ones: [rows, vocabulary]."""
     queries: npt.NDArray[np.float32] | None = None
     """The scaled queries of the heads that align a transcript, [rows, heads, size]; None where no head does."""
+    there: torch.Tensor | None = None
+    """The logits on the device, if tokens are drawn from them there and nobody else needs them; `logits` has none."""
 
 
 class ModelOutput(NamedTuple):

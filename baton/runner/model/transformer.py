@@ -233,20 +233,21 @@ class Transformer(CachedModel):
 
         The rows are those that sample, or `logits_rows` if given.
         """
+        with on_device(self.device), torch.inference_mode():
+            # With graphs always a copy, even of logits on the host: the next replay, of any size, overwrites them.
+            return on_host(self.compute_there(batch, logits_rows), copy=self.decode_graphs is not None)
+
+    def compute_there(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None = None) -> torch.Tensor:
+        """Begin to `compute` a step, and return its logits on the device; they are valid until the next step."""
         wanted = batch.logits_rows if logits_rows is None else logits_rows
         with on_device(self.device), torch.inference_mode():
-            if (recorded := self._compute_recorded(batch, wanted)) is None:
-                return on_host(self._compute(batch, wanted, logits_rows is None).logits)
-            # Always a copy, even of logits on the host: the next replay, of any size, overwrites them.
-            return on_host(recorded, copy=True)
+            recorded = self._compute_recorded(batch, wanted)
+            return self._compute(batch, wanted, logits_rows is None).logits if recorded is None else recorded
 
     def compute_with_hidden(
         self, batch: FlatBatch, rows: npt.NDArray[np.int64] | None = None, num_logits: int | None = None
     ) -> HiddenAndLogits:
-        """Compute a step like `compute`, and return the hidden states of the wanted rows.
-
-        Logits come for the first `num_logits` of them at least; None: for all.
-        """
+        """Compute a step; returns hidden states of the wanted rows, and logits of the first `num_logits` at least."""
         wanted = batch.logits_rows if rows is None else rows
         with on_device(self.device), torch.inference_mode():
             output = self._compute(batch, wanted, rows is None, num_logits=num_logits)

@@ -1,18 +1,20 @@
 """Whether bits depend on what they must not: the tiles of a product, the rows of a batch, the places of blocks.
 
-Attention, norms and digests are Baton's kernels. Products and leaves of logits are probes of planned ones.
+Attention, norms, digests, products and the sampler are Baton's kernels.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from baton.engine.runner import KVLayout, KVMemory
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
+from baton.runner.backends.cuda.device_sampler import DeviceSampler, why_not_right
 from baton.runner.backends.cuda.product_tiles import TILES, Tile
 from baton.runner.backends.cuda.triton_attention import triton_attention
 from baton.runner.backends.cuda.triton_norm import triton_norm
@@ -21,7 +23,9 @@ from baton.runner.backends.paged_cache import CacheView
 from baton.runner.blocks.device_digests import DeviceDigests
 from baton.runner.blocks.digest_definition import digest_of, digested_rows
 from baton.runner.blocks.sub_blocks import WHOLE, Division
-from gpu.probes.leaves import LEAF, Leaves, greedy, leaves
+from baton.runner.execution.sampler import SamplingState, sample
+from gpu.micro.sampling import KINDS
+from gpu.room import device_of
 from gpu.stage import StageContext
 from tests.support.triton_interpreter import SMALL_TILES, mend_interpreter
 
@@ -67,7 +71,7 @@ def run(context: StageContext) -> None:
         mend_interpreter(interpreter)
     shapes = SMALL_SHAPES if context.tiny else SHAPES
     check_products(context, shapes[:1])
-    for part in (check_digests, check_leaves, check_norms, check_attention):
+    for part in (check_digests, check_sampler, check_norms, check_attention):
         part(context)
     check_products(context, shapes[1:])  # what is left out if the kernels took long to compile
 
@@ -199,32 +203,29 @@ def check_norms(context: StageContext) -> None:
         context.check("norm rows", not wrong, width=width, wrong_rows=wrong)
 
 
-def check_leaves(context: StageContext) -> None:
-    """The sampler's leaves are the same in any batch and for parts of the vocabulary, and find the greedy token."""
-    rows, tokens = (3, 2500) if context.tiny else (128, 128256)
-    logits = _random(context, 8, rows, tokens, whole=False).float()
+def check_sampler(context: StageContext) -> None:
+    """The sampler's kernels draw numpy's tokens, each row's alone and among others, and find what is not finite."""
+    rows, tokens = (5, 2500) if context.tiny else (128, 128256)
+    device = device_of(context)
+    sampler = DeviceSampler(device, tokens)
+    context.check("sampler is right", not (why_not := why_not_right(sampler, device, tokens)), why_not=why_not)
+    kinds = list(KINDS.values())
+    params = [replace(kinds[row % len(kinds)], seed=row, logprobs=None if row % 4 else 3) for row in range(rows)]
+    states = [SamplingState(one, list(range(64)), 56, frozenset()) for one in params]
+    logits = _random(context, 8, rows, tokens, whole=False).float() * 3.0
     logits[0, 1], logits[0, tokens - 1] = 100.0, 100.0  # of equal ones the lowest is chosen
-    whole = leaves(logits)
-    wrong = [row for row in range(min(rows, 16)) if not _equal(leaves(logits[row : row + 1]), whole, row, slice(None))]
-    context.check("leaves alone", not wrong, rows=rows, tokens=tokens, wrong_rows=wrong)
-    cut = whole.best.shape[1] // 2
-    low, high = leaves(logits[:, : cut * LEAF].contiguous()), leaves(logits[:, cut * LEAF :].contiguous())
-    same = _equal(low, whole, 0, slice(cut)) and torch.equal(high.total, whole.total[:, cut:])
-    context.check("leaves of a divided vocabulary", same, rows=rows, tokens=tokens)
-    context.check("greedy token", greedy(whole).tolist() == logits.cpu().numpy().argmax(1).tolist(), rows=rows)
-    best = whole.best.max(1, keepdim=True).values
-    total = (whole.total.double() * (whole.best - best).double().exp()).sum(1)
-    error = _error(best[:, 0].double() + total.log(), torch.logsumexp(logits.double(), 1))
-    context.check("sum over the vocabulary is right", error < 1e-6, error=error)
+    together = sampler.sample(logits, states)
+    context.check("sampler, the lowest of equal logits", together[0].token_id == 1)
+    few = range(min(rows, 16))
+    wrong = [row for row in few if sampler.sample(logits[row : row + 1], states[row : row + 1])[0] != together[row]]
+    context.check("sampler alone", not wrong, rows=rows, tokens=tokens, wrong_rows=wrong)
+    some = range(rows) if context.tiny else range(0, rows, 4)
+    expected = sample(logits[some[0] :: some.step].cpu().numpy(), [states[row] for row in some])
+    wrong = [row for row, one in zip(some, expected, strict=True) if one.token_id != together[row].token_id]
+    context.check("sampler draws numpy's tokens", not wrong, rows=len(some), wrong_rows=wrong)
     logits[1, 7] = float("nan")
-    finite = leaves(logits[:2]).finite.min(1).values.tolist()
-    context.check("what is not finite is found", finite == [1, 0])
-
-
-def _equal(some: Leaves, whole: Leaves, first: int, columns: slice) -> bool:
-    """Whether `some` are the leaves of the rows from `first` on, and of these columns."""
-    rows = slice(first, first + some.best.shape[0])
-    return all(torch.equal(part, other[rows, columns]) for part, other in zip(some, whole, strict=True))
+    failed = [row for row, one in enumerate(sampler.sample(logits, states)) if one.error is not None]
+    context.check("what is not finite is found", failed == [1], rows=failed)
 
 
 def check_digests(context: StageContext) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from gpu.micro import attention, host_work, norms, products
+from gpu.micro import attention, host_work, norms, products, sampling
 from gpu.stage import StageContext
 
 SECONDS = 60
@@ -17,7 +17,7 @@ def run(context: StageContext) -> None:
     """Run the stage, the parts of a few seconds first."""
     with torch.inference_mode():
         host_work.measure_digests(context)
-        host_work.measure_sampler(context)
+        sampling.measure(context)
         norms.measure(context)
         attention.measure(context)
         products.measure(context)

@@ -15,6 +15,7 @@ CHECKS = [
     "compute",
     "threads",
     "memory",
+    "gpu",
     "redis",
     "nixl",
     "shm",

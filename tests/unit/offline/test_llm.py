@@ -266,7 +266,14 @@ def test_parameters_are_those_of_a_client() -> None:
 
 def test_settings_are_those_of_nodes_that_concern_the_engine() -> None:
     of_clusters = {"host", "cluster", "api_keys", "allowed_hosts", "insecure", "metrics_port", "drain_s", "runner"}
-    of_clusters |= {"kv_digests", "on_transfer_failure", "kv_stall_s", "kv_unclaimed_s", "orphan_grace_s"}
+    of_clusters |= {
+        "pair_across_numerics",
+        "kv_digests",
+        "on_transfer_failure",
+        "kv_stall_s",
+        "kv_unclaimed_s",
+        "orphan_grace_s",
+    }
     of_priorities = {"scheduling_policy", "priority_ageing_s", "lora_dir"}
     of_images = {"num_encoder_rows"}  # offline prompts have none
     others = of_clusters | of_priorities | of_images | {"model"}

@@ -110,7 +110,8 @@ def test_a_stream_crosses_only_when_no_node_of_its_bits_is_left(policy: Policy) 
 def test_a_move_crosses_only_when_no_node_of_equal_numerics_takes_streams() -> None:
     view = view_of(D_GPU, D_CPU, D_CPU2, across=True)
     exact = Demand(MODEL, 3, 8, origin=Origin.of(D_CPU, across=True))
-    assert choose_move(view.candidates(), exact, D_CPU) is D_CPU2
+    view.reported("dd.1", LoadReport(running=9))
+    assert choose_move(view.candidates(), exact, D_CPU) is D_CPU2, "however idle the other one is"
     view.reported("dd.1", LoadReport(draining=True))
     assert choose_move(view.candidates(), exact, D_CPU) is D_GPU
     with pytest.raises(NoCapacity):

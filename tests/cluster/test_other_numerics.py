@@ -13,10 +13,17 @@ from baton.client import OperatorClient
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec, StepTime
+from baton.runner.backends.torch_operations import TorchOperations
+from baton.runner.loading import load_runner
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model_runner import TorchModelRunner
 from baton.runner.simulated import SimulatedRunner
+from baton.runner.spec import TorchSpec
+from tests.oracle.test_token_exact import NEW_TOKENS, generate_with_transformers
 from tests.support.caller import Answer, TokenCount
 from tests.support.mini_cluster import BOTH_KINDS, MiniCluster, mini_cluster
 from tests.support.simulated_oracle import expected_tokens
+from tests.support.tiny_models import TINY_MODELS
 
 pytestmark = [pytest.mark.one_transport, pytest.mark.usefixtures("forked_commands")]
 
@@ -97,6 +104,22 @@ async def test_a_pair_across_numerics_spoils_no_cache_and_its_streams_move_and_f
             assert (failed_over.end.path.decode_node, failed_over.end.bit_exact) == ("prefill-0", False)
         finally:
             operator.close()
+
+
+async def test_torch_decodes_what_kernels_computed(tmp_path: Path) -> None:
+    """Their blocks have the same shape, so in float32 the tokens are generate()'s, though nothing promises it."""
+    write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
+
+    def make_runner(node_id: str) -> TorchModelRunner:
+        operations = TorchOperations(1) if node_id.startswith("decode") else None
+        return load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=96), operations=operations)
+
+    prompts = {"r": PROMPT}
+    settings = {**BOTH_KINDS, **ACROSS}
+    async with mini_cluster(make_runner, tmp_path, router_settings=settings, **ACROSS) as cluster:
+        answer = await ask(cluster, "r", NEW_TOKENS)
+    assert (answer.end.path.prefill_node, answer.end.bit_exact) == ("prefill-0", False)
+    assert answer.token_ids == generate_with_transformers(tmp_path, prompts)["r"]
 
 
 async def test_without_the_setting_nodes_of_other_numerics_are_no_pair(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ _PROCESS_BYTES = 600 << 20
 _SMALL_SHM = 64 << 20
 _SMALL_DISK = 1 << 30
 _NO_DISK = 64 << 20
+_SLOW_BYTES_PER_S = 5e9
+"""Reads from GPU to GPU that are slower go through the host (`kv_transfer/receiver/pair_rates.py`)."""
 _FULL_SHARE = 0.8
 """Share of a Redis' memory above which a burst of requests may fill the rest."""
 
@@ -80,6 +82,17 @@ class GpusFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class LaneFacts:
+    """How fast one process of this machine has read the memory of another."""
+
+    memory_kind: str
+    """DRAM or VRAM."""
+    bytes_per_second: float
+    lane: str
+    """The transport, as UCX calls it; empty if it does not say."""
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """Facts about this machine and this installation."""
 
@@ -127,6 +140,8 @@ class Facts:
     registry: ServerMemory | None = None
     """Memory of the Redis given by --registry; None without that flag."""
     gpus: GpusFacts = GpusFacts()
+    lane: LaneFacts | None = None
+    """None where NIXL does not work."""
 
 
 def run_checks(facts: Facts) -> list[Finding]:
@@ -307,7 +322,15 @@ def _registry(memory: ServerMemory) -> Finding:
 def _nixl(facts: Facts) -> Finding:
     chosen = f"UCX_TLS={facts.ucx_tls}" if facts.ucx_tls else "UCX chooses its transports"
     if not facts.nixl_reason:
-        return Finding("nixl", Level.OK, f"NIXL with UCX loads and registers memory; {chosen}")
+        message, lane = f"NIXL with UCX loads and registers memory; {chosen}", facts.lane
+        if lane is not None:
+            over = f" over {lane.lane}" if lane.lane else ""
+            rate = f"{lane.bytes_per_second / 1e9:.1f} GB/s"
+            message += f"; {rate} of {lane.memory_kind} between two processes{over}"
+            if lane.memory_kind == "VRAM" and lane.bytes_per_second < _SLOW_BYTES_PER_S:
+                fix = "let UCX use cuda_ipc (UCX_TLS), and give the containers of a host one IPC namespace"
+                return Finding("nixl", Level.WARNING, f"{message}: it goes through the host", fix)
+        return Finding("nixl", Level.OK, message)
     return Finding(
         "nixl",
         Level.CRITICAL,

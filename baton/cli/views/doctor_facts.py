@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import os
 import resource
 import shutil
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 import baton
 from baton.bench.results.host import available_memory, usable_cores
 from baton.cli.cluster.run_dir import default_run_dir
-from baton.cli.views.doctor_checks import Facts, GpusFacts, ModelFacts
+from baton.cli.views.doctor_checks import Facts, GpusFacts, LaneFacts, ModelFacts
 from baton.config import NodeConfig, UpConfig
 from baton.config.setting import settings_of
 from baton.errors import BatonError, ConfigError
@@ -36,16 +37,6 @@ _PORTS = {"--grpc-port": _DEFAULTS.grpc_port, "--http-port": _DEFAULTS.http_port
 _CHECK_BLOCKS = 64
 """Size of the KV cache with which the model is loaded: enough for its check at start."""
 _NIXL_S = 60.0
-_TRY_NIXL = """
-import sys
-from baton.bench.micro.bare_reads import host_memory
-from baton.errors import BatonError
-from kv_transfer.backends.nixl import NixlBackend
-try:
-    NixlBackend("doctor", host_memory(4, 4096)).close()
-except BatonError as error:
-    sys.exit(f"REASON {error}")
-"""
 
 
 def gather_facts(
@@ -60,6 +51,7 @@ def gather_facts(
     from baton.runner.backends.cpu import kernels
     from baton.runner.model.weights import resolve_dtype
 
+    nixl_reason, lane = _tried_nixl()
     kernel_names = kernels.available()
     cores = usable_cores()
     nodes = _DEFAULTS.prefill + _DEFAULTS.decode
@@ -77,7 +69,8 @@ def gather_facts(
         threads_per_node=_DEFAULTS.threads_per_node(cores),
         shape=shape,
         redis_server=_redis_server(),
-        nixl_reason=_why_no_nixl(),
+        nixl_reason=nixl_reason,
+        lane=lane,
         ucx_tls=os.environ.get("UCX_TLS", ""),
         available_memory=available_memory(),
         kv_cache_bytes=int(_DEFAULTS.kv_cache_memory),
@@ -182,18 +175,23 @@ def _redis_server() -> str:
         return ""
 
 
-def _why_no_nixl() -> str:
+def _tried_nixl() -> tuple[str, LaneFacts | None]:
+    """Why NIXL does not work, or else what a read between two processes takes."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _TRY_NIXL], capture_output=True, text=True, timeout=_NIXL_S, check=False
+            [sys.executable, "-m", "kv_transfer.lane_trial"],
+            capture_output=True,
+            text=True,
+            timeout=_NIXL_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"it did not start within {_NIXL_S:.0f} s"
+        return f"it did not start within {_NIXL_S:.0f} s", None
     if done.returncode == 0:
-        return ""
+        return "", LaneFacts(*json.loads(done.stdout.strip().splitlines()[-1]))
     lines = done.stderr.strip().splitlines()
     reasons = [line.removeprefix("REASON ") for line in lines if line.startswith("REASON ")] or lines
-    return reasons[-1] if reasons else f"it ended with {done.returncode}"
+    return (reasons[-1] if reasons else f"it ended with {done.returncode}"), None
 
 
 def _free(path: Path) -> int | None:

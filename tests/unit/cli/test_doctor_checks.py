@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from baton import __version__
-from baton.cli.views.doctor_checks import Facts, Finding, GpusFacts, Level, ModelFacts, run_checks, worst_level
+from baton.cli.views.doctor_checks import (
+    Facts,
+    Finding,
+    GpusFacts,
+    LaneFacts,
+    Level,
+    ModelFacts,
+    run_checks,
+    worst_level,
+)
 from baton.messages.node_model import NodeShape
 from baton.registry.connection import ServerMemory
 
@@ -120,6 +129,13 @@ PROBLEMS: Mapping[Level, Sequence[tuple[dict[str, Any], str, str, str]]] = {
         ),
         ({"ports_in_use": frozenset({50051})}, "port", f"{IN_USE}: 50051", "--grpc-port"),
         ({"ports_in_use": frozenset({8000})}, "port", f"{IN_USE}: 8000", "--http-port"),
+        (
+            {"lane": LaneFacts("VRAM", 4.9e9, "tcp/lo")},
+            "nixl",
+            "NIXL with UCX loads and registers memory; UCX chooses its transports; 4.9 GB/s of VRAM between two "
+            "processes over tcp/lo: it goes through the host",
+            "cuda_ipc",
+        ),
         (
             {"gpus": GpusFacts([("H100", 2 * GIB, 4 * GIB)], "535.1", "too old")},
             "gpu",

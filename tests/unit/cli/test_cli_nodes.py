@@ -30,6 +30,7 @@ from baton.messages.node_report import (
     FailedProbe,
     HandoffReport,
     HandoffSide,
+    MeasuredPair,
     NodeReport,
     OpenHandoff,
     ProbeFault,
@@ -60,6 +61,10 @@ READER = NodeReport(
         (EndedHandoffs("p1", "arrived", 12), EndedHandoffs("p1", "lease_lost", 1), EndedHandoffs("p2", "arrived", 3)),
         (RefusedLink("p3", "layout_mismatch", "KV layouts differ in dtype: p3 [dtype=x], d1 [dtype=y]", 12.0, 4),),
         (FailedProbe("p4", ProbeFault.TIMED_OUT, "d1 could not read known bytes of p4 (p4.x)", 3.0, 1),),
+        (
+            MeasuredPair("p1", 4.9e8, 8 << 20, "tcp/eth0", "VRAM", "VRAM", "through the host"),
+            MeasuredPair("p2", 5.7e8, 49152, "", "DRAM", "VRAM"),
+        ),
     ),
 )
 
@@ -135,6 +140,11 @@ def test_a_decode_node_as_text() -> None:
         "Refused links:",
         "  p3: layout_mismatch, 4 times, last 12s ago",
         "    KV layouts differ in dtype: p3 [dtype=x], d1 [dtype=y]",
+        "",
+        "Reads:",
+        "  From p1:  0.49 GB/s, VRAM to VRAM over tcp/eth0",
+        "  From p2:  at least 0.57 GB/s, DRAM to VRAM over a lane that UCX does not name",
+        "  KvPairSlow: through the host",
         "",
         "KvProbeFailed:",
         "  p4: timed_out, once 3.0s ago",

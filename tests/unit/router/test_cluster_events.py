@@ -100,8 +100,9 @@ def test_a_cluster_that_starts_is_not_unavailable() -> None:
 
 
 def test_a_failed_probe_is_an_event_of_its_own_name() -> None:
-    failed = replace(READY, notice="KvProbeFailed: d1 could not read known bytes of p1")
-    assert event_names(CALM, replace(CALM, nodes={"d1.a": failed})) == [("KvProbeFailed", "d1")]
+    for condition in ("KvProbeFailed", "KvPairSlow"):
+        shown = replace(READY, notice=f"{condition}: d1 and known bytes of p1")
+        assert event_names(CALM, replace(CALM, nodes={"d1.a": shown})) == [(condition, "d1")]
 
 
 def test_changes_of_breakers_links_registry_routers_and_health_make_events() -> None:

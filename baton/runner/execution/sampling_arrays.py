@@ -232,7 +232,7 @@ class SamplingArrays:
         if has_minimum:
             excluded += [one for one in params.stops(state.eos_token_ids) if 0 <= one < self.vocab_size]
         if known.rules is not None:
-            excluded += known.rules.excluded(state.token_ids, state.num_prompt_tokens)
+            excluded += known.rules.excluded(state.token_ids, state.num_prompt_tokens).tolist()
         if excluded:
             fields[Field.EXCLUDED], fields[Field.EXCLUDED_END] = lists.excluded.add(np.array(excluded, dtype=np.int32))
         fields[Field.IS_EDITED] = fields[Field.MASK] >= 0 or any(fields[Field.BIASES : Field.IS_EDITED])

@@ -26,7 +26,7 @@ class TokenRules:
         self.allowed = np.array(params.allowed_token_ids, dtype=np.int64)
         """The only tokens that may be sampled; empty: any."""
         words = params.bad_words_token_ids
-        self._never = [word[0] for word in words if len(word) == 1]
+        self._never = np.array([word[0] for word in words if len(word) == 1], dtype=np.int64)
         self._last_tokens: dict[int, list[tuple[list[int], int]]] = {}
         """Beginnings of words of several tokens, each with the token that completes it, by the beginning's last token:
         most steps look up one token, and compare nothing."""
@@ -42,13 +42,12 @@ class TokenRules:
             logits[self.allowed] = kept
         logits[self.excluded(token_ids, num_prompt_tokens)] = -np.inf
 
-    def excluded(self, token_ids: TokenIds, num_prompt_tokens: int) -> list[int]:
+    def excluded(self, token_ids: TokenIds, num_prompt_tokens: int) -> npt.NDArray[np.int64]:
         """The tokens that would complete a bad word; it counts only if all of it is in the output."""
-        if len(token_ids) == num_prompt_tokens or not self._last_tokens:
-            return self._never
         completing = []
-        for beginning, last in self._last_tokens.get(int(token_ids[-1]), ()):
-            start = len(token_ids) - len(beginning)
-            if start >= num_prompt_tokens and list(token_ids[start:]) == beginning:
-                completing.append(last)
-        return self._never + completing
+        if len(token_ids) > num_prompt_tokens:
+            for beginning, last in self._last_tokens.get(int(token_ids[-1]), ()):
+                start = len(token_ids) - len(beginning)
+                if start >= num_prompt_tokens and list(token_ids[start:]) == beginning:
+                    completing.append(last)
+        return np.append(self._never, completing) if completing else self._never

@@ -44,7 +44,7 @@ def sampler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def on_device(vocab: int, monkeypatch: pytest.MonkeyPatch, **tiles: int) -> device_sampler.DeviceSampler:
     """The kernels, on DEVICE; skips the test where they can't run."""
     triton_attention_module(monkeypatch)
-    return device_sampler.DeviceSampler(DEVICE, vocab, **tiles)
+    return device_sampler.DeviceSampler(DEVICE, vocab, **{"tile": 256, **tiles})
 
 
 def sample(sampler: Sampler, logits: Logits, states: Sequence[SamplingState]) -> list[Sampled]:
@@ -94,7 +94,7 @@ def row_of(rng: np.random.Generator, kind: int) -> Logits:
 
 def test_kernels_equal_their_twin_and_the_sampler_in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(51)
-    logits = np.stack([row_of(rng, kind) for kind in range(32)])
+    logits = np.stack([row_of(rng, kind) for kind in range(24)])
     states = []
     for row in range(len(logits)):
         mask = mask_of(rng.permutation(VOCAB)[:300].tolist(), VOCAB) if row % 5 == 0 else None
@@ -168,6 +168,12 @@ def test_each_sampler_takes_the_lowest_of_equal_logits_and_the_largest_at_a_tiny
     states.append(state(replace(GREEDY, logit_bias={3: 1e39})))
     assert [one.token_id for one in sample(sampler, logits, states)] == [9, 9, 70, 71, 3]
     assert sample(sampler, logits[:0], []) == []
+
+
+def test_each_sampler_keeps_no_more_of_equal_tokens_than_needed(sampler: Sampler) -> None:
+    params = [SamplingParams(top_p=0.04, seed=seed) for seed in range(12)]  # 3 of 75
+    drawn = sample(sampler, np.zeros((12, 75), dtype=np.float32), [state(one) for one in params])
+    assert {one.token_id for one in drawn} == {0, 1, 2}
 
 
 def test_a_vocabulary_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

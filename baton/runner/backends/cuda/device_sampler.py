@@ -30,8 +30,8 @@ class DeviceSampler:
 
     is_on_device = True
 
-    def __init__(self, device: torch.device, vocab_size: int, **tiles: int) -> None:
-        """`tiles`: of `sampling.draw`, for tests. Raises ConfigError for a vocabulary that is too large."""
+    def __init__(self, device: torch.device, vocab_size: int, **sizes: int) -> None:
+        """`sizes`: arguments of `sampling.draw`, for tests. Raises ConfigError for a vocabulary that is too large."""
         if vocab_size > MOST_TOKENS:
             raise ConfigError(
                 f"a vocabulary of {vocab_size} tokens is too large for the kernels: {MOST_TOKENS} at most"
@@ -42,8 +42,8 @@ class DeviceSampler:
         from baton.runner.backends.cuda.sampling.survey import survey
 
         self._survey: Any = survey
-        self._draw: Any = partial(draw, **tiles)  # type: ignore[arg-type]
-        self._report: Any = report
+        self._draw: Any = partial(draw, **sizes)  # type: ignore[arg-type]
+        self._report: Any = partial(report, tile=sizes["tile"]) if sizes else report
         self._device = device
         self._arrays = SamplingArrays(vocab_size)
         self._host = self._host_memory(0)

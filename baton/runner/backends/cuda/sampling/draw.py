@@ -33,11 +33,11 @@ from baton.runner.backends.cuda.sampling.numbers import (
 )
 from baton.runner.execution.sampling_arrays import Drawing, Field, Real
 
-_TILE, _WARPS = 2048, 16
+_TILE, _WARPS = 4096, 16
 _ROOM = 4096
 """How many tokens are put side by side."""
 _MOST_PROGRAMS = 128
-"""Programs at a time; each has room for a row."""
+"""The most programs of one launch; each has room for a row."""
 
 _FIELDS, _REALS = tl.constexpr(len(Field)), tl.constexpr(len(Real))
 _ROW, _SEED, _POSITION = (tl.constexpr(int(field)) for field in (Field.ROW, Field.SEED, Field.POSITION))
@@ -61,10 +61,12 @@ def draw(
 ) -> None:
     """Write the drawn token's place into the cells of the given rows; NOTHING if no token is possible."""
     vocab, count = logits.shape[1], given.fields.shape[0]
-    programs = min(programs, count)
-    work = logits.new_empty(programs, vocab + room)
-    scalars = logits.stride(0), vocab, work.stride(0), count, given.masks.shape[1]
-    _draw[(programs,)](logits, results, work, *given, *scalars, TILE=tile, ROOM=room, num_warps=_WARPS, **OPTIONS)
+    work = logits.new_empty(min(programs, count), vocab + room)
+    scalars = logits.stride(0), vocab, work.stride(0), given.masks.shape[1]
+    for first in range(0, count, programs):
+        some = given._replace(fields=given.fields[first:], reals=given.reals[first:])
+        grid = (min(programs, count - first),)
+        _draw[grid](logits, results, work, *some, *scalars, TILE=tile, ROOM=room, num_warps=_WARPS, **OPTIONS)
 
 
 @triton.jit(
@@ -83,7 +85,6 @@ def draw(
         "stride",
         "num_tokens",
         "width",
-        "count",
         "num_words",
     ]
 )
@@ -102,36 +103,33 @@ def _draw(
     stride,
     num_tokens,
     width,
-    count,
     num_words,
     TILE: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """Each program takes every so manieth row."""
-    own = work + tl.program_id(0).to(tl.int64) * width
-    for number in range(tl.program_id(0), count, tl.num_programs(0)):
-        field, real = fields + number * _FIELDS, reals + number * _REALS
-        row = tl.load(field + _ROW)
-        best = tl.load(results + row)
-        if best != NOT_FINITE:
-            source = logits + row * stride
-            tl.debug_barrier()
-            if tl.load(field + _IS_EDITED) != 0:
-                copy_row(source, own, field, masks, num_tokens, num_words, TILE)
-                add_biases(own, field, biased, biases, TILE)
-                penalise(own, field, real, occurring, times, TILE)
-                exclude(own, field, excluded, TILE)
-                best = _best(own, num_tokens, TILE)
-                source = own
-            temperature = tl.load(real + _TEMPERATURE).to(tl.float32)
-            if logit_of(best) == MINUS_INFINITY:
-                best = tl.full((), NOTHING, tl.int64)
-            elif temperature > 0.0:
-                peak = tl.div_rn(logit_of(best), temperature)
-                # A temperature may be so small that scaling overflows: then the largest logit takes it all.
-                if tl.abs(peak) < float("inf"):
-                    best = _drawn(source, own, field, real, temperature, peak, num_tokens, TILE, ROOM)
-            tl.store(results + row, best)
+    """Programs: rows that are drawn."""
+    number = tl.program_id(0).to(tl.int64)
+    own, field, real = work + number * width, fields + number * _FIELDS, reals + number * _REALS
+    row = tl.load(field + _ROW)
+    best = tl.load(results + row)
+    if best != NOT_FINITE:
+        source = logits + row * stride
+        if tl.load(field + _IS_EDITED) != 0:
+            copy_row(source, own, field, masks, num_tokens, num_words, TILE)
+            add_biases(own, field, biased, biases, TILE // 4)
+            penalise(own, field, real, occurring, times, TILE // 4)
+            exclude(own, field, excluded, TILE // 4)
+            best = _best(own, num_tokens, TILE)
+            source = own
+        temperature = tl.load(real + _TEMPERATURE).to(tl.float32)
+        if logit_of(best) == MINUS_INFINITY:
+            best = tl.full((), NOTHING, tl.int64)
+        elif temperature > 0.0:
+            peak = tl.div_rn(logit_of(best), temperature)
+            # A temperature may be so small that scaling overflows: then the largest logit takes it all.
+            if tl.abs(peak) < float("inf"):
+                best = _drawn(source, own, field, real, temperature, peak, num_tokens, TILE, ROOM)
+        tl.store(results + row, best)
 
 
 @triton.jit
@@ -156,15 +154,16 @@ def _weights_at(own, places, inside):
 @triton.jit
 def _drawn(source, own, field, real, temperature, peak, num_tokens, TILE: tl.constexpr, ROOM: tl.constexpr):
     """The place of the token that is drawn, without its logit; what weighs something are finite logits."""
+    PART: tl.constexpr = TILE // 2
     min_p = tl.load(real + _MIN_P).to(tl.float32)
     sigmas = tl.load(real + _SIGMA)
     lowest = tl.full((), MINUS_INFINITY, tl.float32)
     if sigmas > 0.0:
-        lowest = peak - (sigmas * _deviation(source, temperature, peak, num_tokens, TILE)).to(tl.float32)
-    total = tl.zeros((TILE,), tl.int64)
-    count = tl.zeros((TILE,), tl.int64)
-    for start in range(0, num_tokens, TILE):
-        tokens = start + tl.arange(0, TILE)
+        lowest = peak - (sigmas * _deviation(source, temperature, peak, num_tokens, TILE // 4)).to(tl.float32)
+    total = tl.zeros((PART,), tl.int64)
+    count = tl.zeros((PART,), tl.int32)
+    for start in range(0, num_tokens, PART):
+        tokens = start + tl.arange(0, PART)
         inside = tokens < num_tokens
         scaled = tl.div_rn(tl.load(source + tokens, mask=inside, other=MINUS_INFINITY), temperature)
         weights = exp_of(scaled - peak)
@@ -172,10 +171,10 @@ def _drawn(source, own, field, real, temperature, peak, num_tokens, TILE: tl.con
         tl.store(own + tokens, weights, mask=inside)
         units = units_of(weights)
         total += units
-        count += (units > 0).to(tl.int64)
+        count += (units > 0).to(tl.int32)
     tl.debug_barrier()
     kept = tl.sum(total, 0)
-    num_above = tl.sum(count, 0)
+    num_above = tl.sum(count, 0).to(tl.int64)
     # All that is kept is the beginning of one order, so the draw needs to know no more of it than its weight.
     top_k, top_p = tl.load(field + _TOP_K), tl.load(real + _TOP_P)
     at_least = tl.full((), _LIGHTEST, tl.int32)
@@ -220,7 +219,7 @@ def _deviation(source, temperature, peak, num_tokens, TILE: tl.constexpr):
     widest = tl.max(distances, 0)
     exponent = tl.maximum((widest.to(tl.int64, bitcast=True) >> 52) - 1023, -200)
     scale = ((1043 - exponent) << 52).to(tl.float64, bitcast=True)
-    counts = tl.zeros((TILE,), tl.int64)
+    counts = tl.zeros((TILE,), tl.int32)
     sums = tl.zeros((TILE,), tl.int64)
     squares = tl.zeros((TILE,), tl.int64)
     for start in range(0, num_tokens, TILE):
@@ -229,7 +228,7 @@ def _deviation(source, temperature, peak, num_tokens, TILE: tl.constexpr):
         scaled = tl.div_rn(x, temperature)
         is_possible = scaled > MINUS_INFINITY
         steps = (tl.where(is_possible, top - scaled.to(tl.float64), 0.0) * scale + 0.5).to(tl.int64)
-        counts += is_possible.to(tl.int64)
+        counts += is_possible.to(tl.int32)
         sums += steps
         squares += steps * steps
     num = tl.sum(counts, 0).to(tl.float64)
@@ -255,13 +254,13 @@ def _reach(own, num_tokens, target, BY_NUMBER: tl.constexpr, lowest, num_above, 
             length = _put_together(own, num_tokens, lowest, beyond, TILE)
             first += num_tokens
         middle = lowest + (beyond - lowest) // 2
-        nums = tl.zeros((TILE,), tl.int64)
+        nums = tl.zeros((TILE,), tl.int32)
         units = tl.zeros((TILE,), tl.int64)
         for start in range(0, length, TILE):
             at = start + tl.arange(0, TILE)
             weights, bits = _weights_at(own + first, at, at < length)
             chosen = (bits >= middle) & (bits < beyond)
-            nums += chosen.to(tl.int64)
+            nums += chosen.to(tl.int32)
             units += tl.where(chosen, units_of(weights), 0)
         num = num_beyond + tl.sum(nums, 0)
         weight = weight_beyond + tl.sum(units, 0)

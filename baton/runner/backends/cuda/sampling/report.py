@@ -19,7 +19,7 @@ from baton.runner.backends.cuda.sampling.numbers import (
 )
 from baton.runner.execution.sampling_arrays import REPORT_HEAD, ReportField
 
-_TILE, _WARPS = 2048, 16
+_TILE, _WARPS = 4096, 16
 _FIELDS, _HEAD = tl.constexpr(len(ReportField)), tl.constexpr(REPORT_HEAD)
 _ROW, _MASK, _NUM_BEST, _RESULT = (tl.constexpr(int(field)) for field in ReportField)
 

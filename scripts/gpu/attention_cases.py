@@ -35,13 +35,25 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], object]]]:
             ("end of a long prompt", [64], 64 * SPLIT, plain, None),
         ):
             yield f"attention, heads of {dim}: {name}", partial(_attend, dim, counts, length, how, sharing)
+        for cache_dtype in (torch.int8, torch.float8_e4m3fn):
+            for name, counts, length in (("decode", [1] * 8, 8 * SPLIT), ("prompts", [512] * 8, 2 * SPLIT)):
+                start = partial(_attend, dim, counts, length, plain, None, cache_dtype)
+                yield f"attention, heads of {dim}, {cache_dtype}: {name}", start
 
 
-def _attend(dim: int, counts: list[int], length: int, how: AttentionFeatures, sharing: Int32Array | None) -> object:
+def _attend(
+    dim: int,
+    counts: list[int],
+    length: int,
+    how: AttentionFeatures,
+    sharing: Int32Array | None,
+    cache_dtype: torch.dtype = torch.bfloat16,
+) -> object:
     half, width = _KV_HEADS * _BLOCK_SIZE * dim, length // _BLOCK_SIZE + 1
-    cache = CacheView(
-        torch.empty(2 * half, dtype=torch.bfloat16), 1, 2 * half, 0, half, _KV_HEADS, _BLOCK_SIZE, dim, dim
-    )
+    scales = 2 * half if cache_dtype != torch.bfloat16 else None
+    stride = 2 * half + (0 if scales is None else 4 * _KV_HEADS * _BLOCK_SIZE)
+    memory = torch.empty(stride, dtype=cache_dtype)
+    cache = CacheView(memory, 1, stride, 0, half, _KV_HEADS, _BLOCK_SIZE, dim, dim, scales)
     starts, lengths = np.cumsum([0, *counts]).astype(np.int32), np.full(len(counts), length, np.int32)
     return triton_attention(
         AttentionCall(

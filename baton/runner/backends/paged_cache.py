@@ -64,11 +64,12 @@ def narrow(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, tor
     """
     wide, largest_code = numbers.float(), LARGEST_CODE[dtype]
     scales = (wide.abs().amax(-1) / largest_code).to(torch.bfloat16)
-    scales[scales.float() < _SMALLEST_SCALE] = 0
+    scales = scales.masked_fill(scales.float() < _SMALLEST_SCALE, 0)
     finite = wide.isfinite().all(-1)
     quotients = (wide / scales.float()[..., None]).clamp(-largest_code, largest_code)
-    quotients[(scales == 0) | ~finite] = 0
-    scales[~finite] = float("nan")
+    # Filled, since a choice by a mask would have to be counted on a GPU.
+    quotients = quotients.masked_fill(((scales == 0) | ~finite)[..., None], 0)
+    scales = scales.masked_fill(~finite, float("nan"))
     return (quotients.round() if dtype == torch.int8 else quotients).to(dtype), scales
 
 

@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 
 from baton.engine.runner import PROBE_BLOCKS
-from baton.errors import ConfigError
 from baton.runner.adapters.model_adapters import ModelAdapters
 from baton.runner.backends.attention_work.step_work import StepWork
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
@@ -170,10 +169,6 @@ class Transformer(CachedModel):
         """The layers of the layout that each stage has."""
         own_entries = self.entries_of_stages[self.stage.index]
         self._layers_of_entries = layers_of_entries(reports)[own_entries.start : own_entries.stop]
-        if self.layout.has_scales and self.device.type != "cpu":
-            raise ConfigError(
-                f"a KV cache in 8 bits ({self.layout.dtype}) is for CPUs so far; leave out --kv-cache-dtype"
-            )
         self.cache_layout = self.layout
         if self.stage.count > 1:
             self.cached_layers, self.cache_layout = own_entries, self.layout.part(own_entries)

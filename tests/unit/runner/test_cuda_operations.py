@@ -96,6 +96,14 @@ def test_every_way_of_attention_gives_the_same_tokens(tmp_path: Path, architectu
         assert path in runner.model.compute_paths
 
 
+def test_a_cache_in_8_bits_gives_the_tokens_that_it_gives_on_a_cpu(llama: Path) -> None:
+    kind: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "cache_dtype": "int8"}
+    expected = tokens_of(load_with(llama, **kind, operations=TorchOperations(1)))
+    runner = load_with(llama, **kind, operations=CudaOperations(CPU, fake_paged_attention, FakeRecorder()))
+    assert tokens_of(runner) == expected
+    assert graphs_of(runner).num_replays > 0
+
+
 def test_without_triton_attention_is_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "baton.runner.backends.cuda.triton_attention", raising=False)

@@ -15,7 +15,8 @@ import torch
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.attention_work import dealing
 from baton.runner.backends.attention_work.step_work import KeptWork, StepWork
-from baton.runner.backends.paged_cache import CacheView
+from baton.runner.backends.paged_cache import CacheView, widen, write_rows
+from baton.runner.backends.paged_cache import narrow as narrow_rows
 from tests.support.triton_interpreter import DEVICE, SPLIT, triton_attention_module
 
 pytestmark = [
@@ -183,3 +184,27 @@ def test_a_graph_s_buffers_take_one_step_after_another(module: ModuleType, monke
         kept.take(step.padded(3))
         out = module.triton_attention(replace(call, query=call.query[:3], work=kept))
         assert torch.equal(out[:size], expected)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+def test_a_cache_in_8_bits_is_read_as_torch_reads_it(module: ModuleType, cache_dtype: torch.dtype) -> None:
+    """A row has the bits that it has with the numbers of its codes and scales in bfloat16."""
+    call = random_call(2)
+    wide = call.cache
+    scales = 4 * wide.num_kv_heads * wide.block_size
+    eight = replace(
+        wide,
+        memory=torch.zeros(wide.num_blocks * (wide.block_stride + scales), dtype=cache_dtype, device=DEVICE),
+        block_stride=wide.block_stride + scales,
+        scale_offset=wide.block_stride,
+    )
+    at = torch.arange(wide.num_blocks * wide.block_size, device=DEVICE)
+    blocks, offsets = at // wide.block_size, at % wide.block_size
+    key, value = (
+        torch.randn(at.numel(), wide.num_kv_heads, dim, device=DEVICE).to(torch.bfloat16) * 3
+        for dim in (wide.key_dim, wide.value_dim)
+    )
+    write_rows(eight, key, value, blocks, offsets)
+    key, value = (widen(*narrow_rows(rows, cache_dtype), torch.bfloat16) for rows in (key, value))
+    write_rows(wide, key, value, blocks, offsets)
+    assert torch.equal(module.triton_attention(replace(call, cache=eight)), module.triton_attention(call))

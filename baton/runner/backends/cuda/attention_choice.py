@@ -19,7 +19,7 @@ from baton.runner.backends.attention_call import AttentionCall, AttentionFeature
 from baton.runner.backends.attention_work.dealing import LARGEST_TILE, SPLIT, TOGETHER_ROWS
 from baton.runner.backends.attention_work.step_work import StepWork
 from baton.runner.backends.cuda.shared_splits import find_shared_splits
-from baton.runner.backends.paged_cache import CacheView
+from baton.runner.backends.paged_cache import CacheView, write_rows
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ class _Kind:
     """The properties of a layer that decide which ways its attention can be computed in."""
 
     dtype: torch.dtype
+    cache_dtype: torch.dtype
     num_heads: int
     num_kv_heads: int
     key_dim: int
@@ -50,6 +51,7 @@ class _Kind:
         query, cache, how = call.query, call.cache, call.how
         return cls(
             query.dtype,
+            cache.memory.dtype,
             query.shape[1],
             cache.num_kv_heads,
             cache.key_dim,
@@ -172,18 +174,26 @@ def _sample(kind: _Kind, device: torch.device) -> AttentionCall:
     width = -(-max(_SAMPLE_LENGTHS) // kind.block_size)
     num_blocks = len(_SAMPLE_LENGTHS) * width + 1
     keys, values = (kind.num_kv_heads * kind.block_size * dim for dim in (kind.key_dim, kind.value_dim))
-    memory = torch.randn(num_blocks * (keys + values), generator=generator).to(device, kind.dtype)
+    has_scales = kind.cache_dtype != kind.dtype
+    scales = 4 * kind.num_kv_heads * kind.block_size if has_scales else 0  # bfloat16, of keys and of values
     cache = CacheView(
-        memory=memory,
+        memory=torch.zeros(num_blocks * (keys + values + scales), dtype=kind.cache_dtype, device=device),
         num_blocks=num_blocks,
-        block_stride=keys + values,
+        block_stride=keys + values + scales,
         key_offset=0,
         value_offset=keys,
         num_kv_heads=kind.num_kv_heads,
         block_size=kind.block_size,
         key_dim=kind.key_dim,
         value_dim=kind.value_dim,
+        scale_offset=keys + values if has_scales else None,
     )
+    places = torch.arange(num_blocks * kind.block_size, device=device)
+    key, value = (
+        torch.randn(places.numel(), kind.num_kv_heads, dim, generator=generator).to(device, kind.dtype)
+        for dim in (kind.key_dim, kind.value_dim)
+    )
+    write_rows(cache, key, value, places // kind.block_size, places % kind.block_size)
     query = torch.randn(sum(_SAMPLE_QUERIES), kind.num_heads, kind.key_dim, generator=generator).to(device, kind.dtype)
     tables = torch.randperm(num_blocks - 1, generator=generator).view(-1, width).to(device, torch.int32) + 1
     starts = torch.tensor([0, *itertools.accumulate(_SAMPLE_QUERIES)], dtype=torch.int32, device=device)

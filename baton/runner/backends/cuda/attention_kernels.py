@@ -63,14 +63,41 @@ def _finish(best, total, mixed, sinks, heads, is_head, HAS_SINKS: tl.constexpr):
 
 
 @triton.jit
-def _read(at, offset, dims, is_key, DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """Keys or values of a tile [KEYS, WIDTH], whose rows begin at `at` + `offset`."""
+def _wide(codes, FORMAT: tl.constexpr):
+    """The float32 numbers of 8-bit codes: int8, or float8 (e4m3fn), which not all GPUs convert."""
+    if FORMAT == "int8":
+        return codes.to(tl.float32)
+    bits = codes.to(tl.int32) & 0xFF
+    half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.uint16).to(tl.float16, bitcast=True)
+    # The exponent of a half has a bias of 15 in place of 7.
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+
+
+@triton.jit
+def _read(
+    at,
+    offset,
+    scales,
+    dims,
+    is_key,
+    dtype: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Keys or values of a tile [KEYS, WIDTH], whose rows begin at `at` + `offset`; `scales` [KEYS]: of codes."""
     places = at + offset[:, None] + dims[None, :]
     if MASKED:
-        return tl.load(places, mask=is_key[:, None] & (dims < DIM)[None, :], other=0.0)
-    if WIDTH != DIM:
-        return tl.load(places, mask=(dims < DIM)[None, :] & (offset >= 0)[:, None], other=0.0)
-    return tl.load(places)
+        numbers = tl.load(places, mask=is_key[:, None] & (dims < DIM)[None, :], other=0)
+    elif WIDTH != DIM:
+        numbers = tl.load(places, mask=(dims < DIM)[None, :] & (offset >= 0)[:, None], other=0)
+    else:
+        numbers = tl.load(places)
+    if FORMAT is None:
+        return numbers
+    scale = tl.load(scales, mask=is_key, other=0.0) if MASKED else tl.load(scales)
+    return (_wide(numbers, FORMAT) * scale.to(tl.float32)[:, None]).to(dtype)
 
 
 @triton.jit
@@ -82,6 +109,7 @@ def _add_tile(
     q_rest,
     keys,
     values,
+    scales,
     table,
     block_stride,
     at,
@@ -99,6 +127,8 @@ def _add_tile(
     VALUE_WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALES_APART: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -112,30 +142,36 @@ def _add_tile(
     else:
         block = tl.load(table + key // BLOCK_SIZE).to(tl.int64) * block_stride
     in_block = key % BLOCK_SIZE
-    key_dims = tl.arange(0, KEY_WIDTH)
+    of_key = scales
+    if FORMAT is not None:
+        of_key = scales + block // 2 + in_block
+    of_value = of_key + SCALES_APART
+    to_key, to_value = block + in_block * KEY_DIM, block + in_block * VALUE_DIM
+    dims = tl.arange(0, KEY_WIDTH)
     if REST_WIDTH > 0:
-        k = _read(keys, block + in_block * KEY_DIM, key_dims, is_key, KEY_WIDTH, KEY_WIDTH, MASKED)
+        k = _read(keys, to_key, of_key, dims, is_key, q.dtype, FORMAT, KEY_WIDTH, KEY_WIDTH, MASKED)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        rest_dims = tl.arange(0, REST_WIDTH)
+        dims = tl.arange(0, REST_WIDTH)
         REST_DIM: tl.constexpr = KEY_DIM - KEY_WIDTH
-        k_rest = _read(keys + KEY_WIDTH, block + in_block * KEY_DIM, rest_dims, is_key, REST_DIM, REST_WIDTH, MASKED)
-        scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
+        k = _read(keys + KEY_WIDTH, to_key, of_key, dims, is_key, q.dtype, FORMAT, REST_DIM, REST_WIDTH, MASKED)
+        scores = tl.dot(q_rest, tl.trans(k), scores, input_precision="ieee")
     else:
-        k = _read(keys, block + in_block * KEY_DIM, key_dims, is_key, KEY_DIM, KEY_WIDTH, MASKED)
+        k = _read(keys, to_key, of_key, dims, is_key, q.dtype, FORMAT, KEY_DIM, KEY_WIDTH, MASKED)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         SLICE: tl.constexpr = 32 if VALUE_WIDTH % 32 == 0 else 16
         # Read in slices, which take few registers. Values that are not finite are left out, and spoil who sees them.
-        slice_dims = tl.arange(0, SLICE)
+        dims = tl.arange(0, SLICE)
         worst = tl.zeros([KEYS], tl.int32)
-        for slice_at in tl.static_range(0, VALUE_WIDTH, SLICE):
+        for skip in tl.static_range(0, VALUE_WIDTH, SLICE):
             piece = _read(
-                values + slice_at, block + in_block * VALUE_DIM, slice_dims, is_key, VALUE_DIM - slice_at, SLICE, True
-            ).to(tl.float32)
-            worst = tl.maximum(worst, tl.max(tl.where(tl.abs(piece) < float("inf"), 0, 1), 1))
+                values + skip, to_value, of_value, dims, is_key, q.dtype, FORMAT, VALUE_DIM - skip, SLICE, True
+            )
+            worst = tl.maximum(worst, tl.max(tl.where(tl.abs(piece.to(tl.float32)) < float("inf"), 0, 1), 1))
         is_bad = worst > 0
         is_key = is_key & (worst == 0)
-    v = _read(values, block + in_block * VALUE_DIM, tl.arange(0, VALUE_WIDTH), is_key, VALUE_DIM, VALUE_WIDTH, MASKED)
+    dims = tl.arange(0, VALUE_WIDTH)
+    v = _read(values, to_value, of_value, dims, is_key, q.dtype, FORMAT, VALUE_DIM, VALUE_WIDTH, MASKED)
     if HAS_SOFTCAP:
         scores = cap * (1.0 - 2.0 / (tl.exp2(scores * to_cap) + 1.0))  # cap * tanh(score * scale / cap)
     if MASKED:
@@ -166,6 +202,7 @@ def attend(
     block_tables,
     dealt,
     members,
+    scales,
     sinks,
     out,
     sums,
@@ -191,6 +228,8 @@ def attend(
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALES_APART: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     IN_CHUNKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -257,6 +296,7 @@ def attend(
             q = tl.load(to_query + key_dims[None, :], mask=is_row[:, None] & (key_dims < KEY_DIM)[None, :], other=0.0)
         keys = memory + key_offset + kv_head * (BLOCK_SIZE * KEY_DIM)
         values = memory + value_offset + kv_head * (BLOCK_SIZE * VALUE_DIM)
+        key_scales = scales + kv_head * BLOCK_SIZE
         table = block_tables + sequence.to(tl.int64) * table_stride
 
         best, total, mixed = _begin(ROWS, VALUE_WIDTH)
@@ -277,9 +317,9 @@ def attend(
             if (part == 1) | (part == 0 and HAS_WINDOW) | (part == 2 and not TOGETHER):
                 for at in range(start, end, KEYS):
                     b, t, m = _add_tile(
-                        b, t, m, q, q_rest, keys, values, table, block_stride, at, lowest, highest, row_start, row_stop,
-                        unit, cap, to_cap, KEY_DIM, VALUE_DIM, KEY_WIDTH, REST_WIDTH, VALUE_WIDTH, BLOCK_SIZE, KEYS,
-                        HAS_SOFTCAP, part != 1,
+                        b, t, m, q, q_rest, keys, values, key_scales, table, block_stride, at, lowest, highest,
+                        row_start, row_stop, unit, cap, to_cap, KEY_DIM, VALUE_DIM, KEY_WIDTH, REST_WIDTH, VALUE_WIDTH,
+                        BLOCK_SIZE, KEYS, FORMAT, SCALES_APART, HAS_SOFTCAP, part != 1,
                     )  # fmt: skip
                     if not DIVIDED:  # noqa: SIM102 - decided when it is compiled
                         if ((at + KEYS) % SPLIT_KEYS == 0) | (at + KEYS >= stop):

@@ -25,7 +25,7 @@ from baton.runner.backends.cuda.products import ProductsFail, TiledProducts
 from baton.runner.backends.cuda.row_kernels import HeadChoice, NormChoice
 from baton.runner.backends.head_rows import HeadRows
 from baton.runner.backends.low_rank import RowAdapters
-from baton.runner.backends.paged_cache import CacheView, keys_and_values
+from baton.runner.backends.paged_cache import CacheView, keys_and_values, write_rows
 from baton.runner.backends.routing import (
     PLAIN_EXPERTS,
     ClampedGate,
@@ -240,6 +240,9 @@ class CudaOperations(TorchOperations):
         # would have to be read from the GPU.
         slots = slots.clamp(min=0)
         blocks, offsets = slots // cache.block_size, slots % cache.block_size
+        if cache.scale_offset is not None:
+            write_rows(cache, key, value, blocks, offsets)
+            return
         keys[blocks, :, offsets] = key
         if value is not None:
             values[blocks, :, offsets] = value

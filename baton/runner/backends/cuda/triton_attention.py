@@ -16,6 +16,7 @@ from baton.runner.backends.attention_work.dealing import LEAF_EXTRA, SPLIT, Work
 from baton.runner.backends.attention_work.step_work import StepWork
 from baton.runner.backends.cuda import attention_kernels
 
+_FORMATS = {torch.int8: "int8", torch.float8_e4m3fn: "float8"}
 _LOG2_E = 1.4426950408889634
 _PROGRAMS = 528
 """The programs of a launch whose number of items is on the device."""
@@ -44,7 +45,7 @@ def triton_attention(call: AttentionCall) -> torch.Tensor:
     group = num_heads // cache.num_kv_heads
     work = call.work or StepWork.read(call.query_start, call.seq_lens)
     dim = max(cache.key_dim, cache.value_dim)
-    every_tile = _tiles(query.dtype, dim, has_window=how.window is not None)
+    every_tile = _tiles(query.dtype, dim, has_window=how.window is not None, has_codes=cache.scale_offset is not None)
     tiles = {tile.rows: tile for tile in every_tile if tile.rows <= call.most_rows}
     kind = WorkKind(
         num_heads,
@@ -72,6 +73,9 @@ def triton_attention(call: AttentionCall) -> torch.Tensor:
         "HAS_SINKS": how.sinks is not None,
         "enable_fp_fusion": False,
     }
+    memory = scales = cache.memory
+    if cache.scale_offset is not None:
+        memory, scales = memory.view(torch.int8), memory.view(torch.bfloat16)[cache.scale_offset // 2 :]
     key_width, rest_width = _key_widths(cache.key_dim)
     to_walk: dict[str, Any] = {
         "GROUP": group,
@@ -81,6 +85,8 @@ def triton_attention(call: AttentionCall) -> torch.Tensor:
         "BLOCK_SIZE": cache.block_size,
         "KEYS": _keys(query.dtype, dim),
         "SPLIT_KEYS": SPLIT,
+        "FORMAT": _FORMATS.get(cache.memory.dtype),
+        "SCALES_APART": cache.scales_apart if cache.scale_offset is not None else 0,
         "HAS_WINDOW": how.window is not None,
         "IN_CHUNKS": how.in_chunks,
         "HAS_SOFTCAP": bool(how.softcap),
@@ -99,8 +105,8 @@ def triton_attention(call: AttentionCall) -> torch.Tensor:
         if not programs:
             continue
         attention_kernels.attend[(programs,)](
-            query, cache.memory, call.block_tables, items, dealt.members, sinks, out, sums, *strides, unit, cap, to_cap,
-            how.window or 0, **to_finish, **to_walk, TILE_HEADS=kind.tile_heads(launch.rows), ROWS=launch.rows,
+            query, memory, call.block_tables, items, dealt.members, scales, sinks, out, sums, *strides, unit, cap,
+            to_cap, how.window or 0, **to_finish, **to_walk, TILE_HEADS=kind.tile_heads(launch.rows), ROWS=launch.rows,
             DIVIDED=launch.divided, TOGETHER=launch.together, num_warps=tile.warps,
             maxnreg=tile.registers,
         )  # fmt: skip
@@ -112,14 +118,17 @@ def triton_attention(call: AttentionCall) -> torch.Tensor:
     return out
 
 
-def _tiles(dtype: torch.dtype, dim: int, *, has_window: bool) -> tuple[_Tile, ...]:
+def _tiles(dtype: torch.dtype, dim: int, *, has_window: bool, has_codes: bool) -> tuple[_Tile, ...]:
     """The tiles that registers and shared memory have room for: fewer rows before capability 9, where operands of
-    products are in registers, too, and where a window takes one more loop."""
+    products are in registers, too, and where a window takes one more loop or codes are widened."""
     if dtype == torch.float32 or dim > 256:
         return (_Tile(16, 4),)
+    capability = _capability()
+    if has_codes:
+        few = _Tile(16, 8 if capability >= 90 or 64 < dim <= 128 else 4)
+        return few, _Tile(64, 8) if capability >= 90 and dim <= 128 else _Tile(32, 8 if dim > 64 else 4)
     if dim > 128:
         return _Tile(16, 4), _Tile(32, 8)
-    capability = _capability()
     smallest = _Tile(16, 4, 255 if has_window or (capability >= 100 and dim > 64) else 168)
     if capability < 90:
         return smallest, _Tile(64, 8) if dim > 64 else _Tile(32, 4)

@@ -65,12 +65,13 @@ def _finish(best, total, mixed, sinks, heads, is_head, HAS_SINKS: tl.constexpr):
 @triton.jit
 def _wide(codes, FORMAT: tl.constexpr):
     """The float32 numbers of 8-bit codes: int8, or float8 (e4m3fn), which not all GPUs convert."""
-    if FORMAT == "int8":
-        return codes.to(tl.float32)
-    bits = codes.to(tl.int32) & 0xFF
-    half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.uint16).to(tl.float16, bitcast=True)
-    # The exponent of a half has a bias of 15 in place of 7.
-    return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+    numbers = codes.to(tl.float32)
+    if FORMAT == "float8":
+        bits = codes.to(tl.int32) & 0xFF
+        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.uint16).to(tl.float16, bitcast=True)
+        # The exponent of a half has a bias of 15 in place of 7.
+        numbers = tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+    return numbers
 
 
 @triton.jit
@@ -94,10 +95,10 @@ def _read(
         numbers = tl.load(places, mask=(dims < DIM)[None, :] & (offset >= 0)[:, None], other=0)
     else:
         numbers = tl.load(places)
-    if FORMAT is None:
-        return numbers
-    scale = tl.load(scales, mask=is_key, other=0.0) if MASKED else tl.load(scales)
-    return (_wide(numbers, FORMAT) * scale.to(tl.float32)[:, None]).to(dtype)
+    if FORMAT is not None:
+        scale = tl.load(scales, mask=is_key, other=0.0) if MASKED else tl.load(scales)
+        numbers = (_wide(numbers, FORMAT) * scale.to(tl.float32)[:, None]).to(dtype)
+    return numbers
 
 
 @triton.jit

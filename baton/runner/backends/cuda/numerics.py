@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-KERNEL_VERSIONS: Mapping[str, int] = {"attention": 1, "norms": 1, "products": 1, "heads": 1, "experts": 1}
+KERNEL_VERSIONS: Mapping[str, int] = {"attention": 2, "norms": 1, "products": 1, "heads": 1, "experts": 1}
 """The version of each module of kernels, by the kind of work that it computes. Count it up with every change of the
 module after which any input gives other bits: its nodes then refuse the KV of those of the version before."""
 _CUBLAS_PACKAGES = ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12")

@@ -129,7 +129,8 @@ def _tiles(dtype: torch.dtype, dim: int, *, has_window: bool, has_codes: bool) -
         return few, _Tile(64, 8) if capability >= 90 and dim <= 128 else _Tile(32, 8 if dim > 64 else 4)
     if dim > 128:
         return _Tile(16, 4), _Tile(32, 8)
-    smallest = _Tile(16, 4, 255 if has_window or (capability >= 100 and dim > 64) else 168)
+    is_tight = capability >= 100 and has_window and dim > 64
+    smallest = _Tile(16, 8 if is_tight else 4, 255 if has_window or capability >= 100 else 168)
     if capability < 90:
         return smallest, _Tile(64, 8) if dim > 64 else _Tile(32, 4)
     if has_window and dim > 64:

@@ -99,7 +99,7 @@ def test_every_way_of_attention_gives_the_same_tokens(tmp_path: Path, architectu
 def test_a_cache_in_8_bits_gives_the_tokens_that_it_gives_on_a_cpu(llama: Path) -> None:
     kind: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "cache_dtype": "int8"}
     expected = tokens_of(load_with(llama, **kind, operations=TorchOperations(1)))
-    runner = load_with(llama, **kind, operations=CudaOperations(CPU, Kernels(fake_paged_attention, FakeRecorder())))
+    runner = load_with(llama, **kind, operations=CudaOperations(CPU, Kernels(fake_paged_attention), FakeRecorder()))
     assert tokens_of(runner) == expected
     assert graphs_of(runner).num_replays > 0
 

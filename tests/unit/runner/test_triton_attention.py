@@ -187,7 +187,7 @@ def test_mates_and_the_places_of_blocks_change_no_bits(
 def test_chunks_change_no_bits(kind: Kind, dtype: torch.dtype, kernel: Any, alone: Alone, chunk: int) -> None:
     sequences, expected = Sequences(kind, dtype), alone(kind, dtype)
     before = {sequence: first for sequence, first, _ in LAST_SPANS}
-    number = 30 if ON_GPU else 3
+    number = 30 if ON_GPU else 2
     done = {sequence: max(first, stop - number * chunk) for sequence, first, stop in LAST_SPANS}
     while done:
         spans = [(s, first, min(first + chunk, LENGTHS[s])) for s, first in done.items()]

@@ -90,7 +90,7 @@ def triton_attention(call: AttentionCall) -> torch.Tensor:
         "HAS_WINDOW": how.window is not None,
         "IN_CHUNKS": how.in_chunks,
         "HAS_SOFTCAP": bool(how.softcap),
-        "num_stages": 1 if query.dtype == torch.float32 else 2,
+        "num_stages": _stages(query.dtype, cache.memory.dtype),
     }
     strides = (
         *query.stride()[:2],
@@ -126,6 +126,8 @@ def _tiles(dtype: torch.dtype, dim: int, *, has_window: bool, has_codes: bool) -
     capability = _capability()
     if has_codes:
         few = _Tile(16, 8 if capability >= 90 or 64 < dim <= 128 else 4)
+        if capability >= 100 and dim > 128:
+            return (few,)
         return few, _Tile(64, 8) if capability >= 90 and dim <= 128 else _Tile(32, 8 if dim > 64 else 4)
     if dim > 128:
         return _Tile(16, 4), _Tile(32, 8)
@@ -136,6 +138,12 @@ def _tiles(dtype: torch.dtype, dim: int, *, has_window: bool, has_codes: bool) -
     if has_window and dim > 64:
         return smallest, _Tile(64, 8)
     return smallest, _Tile(64, 8 if capability >= 100 and dim > 64 else 4), _Tile(128, 8)
+
+
+def _stages(dtype: torch.dtype, of_cache: torch.dtype) -> int:
+    """How many tiles of keys are loaded ahead, as registers and shared memory allow."""
+    has_wide_codes = of_cache == torch.float8_e4m3fn and _capability() >= 100
+    return 1 if dtype == torch.float32 or has_wide_codes else 2
 
 
 def _capability() -> int:

@@ -22,6 +22,7 @@ from baton.runner.backends.device import resolve_device
 from baton.runner.backends.operations import Operations
 from baton.runner.compute_paths import compute_paths, sampler_path
 from baton.runner.execution.draft_model import DraftModel
+from baton.runner.execution.sampler import HostSampler
 from baton.runner.images import ImageInputs
 from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.checkpoint import configs_of_layers
@@ -199,7 +200,8 @@ class _Loading:
                 capabilities=info.capabilities | {Capability.IMAGE},
             )
         info = replace(info, compute_paths=(*info.compute_paths, *paths))
-        sampler = sampler_on(transformer.device, info.vocab_size)
+        has_vocabulary = transformer.num_logits == info.vocab_size
+        sampler = sampler_on(transformer.device, info.vocab_size) if has_vocabulary else HostSampler()
         if transformer.device.type != "cpu":
             info = replace(info, compute_paths=(*info.compute_paths, sampler_path(sampler)))
         if sampler.is_on_device:

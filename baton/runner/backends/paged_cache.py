@@ -8,7 +8,7 @@ depend on the chunk in which a token was computed. csrc/cache_8bit.c writes the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -44,10 +44,6 @@ class CacheView:
     values_in_keys: bool = False
     """Whether a value is the first `value_dim` numbers of its key; then `value_offset` is that of the keys, and keys
     alone are stored."""
-
-    def of(self, memory: torch.Tensor) -> CacheView:
-        """The same layer in another cache of whole blocks, whose blocks are laid out alike."""
-        return replace(self, memory=memory, num_blocks=memory.numel() // self.block_stride)
 
     @property
     def scales_apart(self) -> int:

@@ -7,8 +7,8 @@ with rows that read and write only the null block. How attention is dealt to pro
 (attention_work/dealing.py); steps for which it starts other kernels have graphs of their own.
 
 Graphs need attention to take the "triton" way of cuda_operations.py; the plain one reads numbers back from the device,
-which can't be recorded. Every product has the same number of rows in each call, and attention sums a row's keys in one
-order, so a row's bits are those of a step without graphs; the check at start compares them.
+which can't be recorded. No kernel's bits depend on the number of rows, so a row's are those of a step without graphs;
+the check at start compares them.
 
 vLLM and SGLang do the same. See https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
@@ -131,7 +131,7 @@ class DecodeGraphs:
         before = self._attention.layout
         try:
             sized.graph, sized.logits = self._record(lambda: self._run(sized))
-        except RuntimeError as error:
+        except Exception as error:  # of torch, or of Triton's compiler
             self._record = None
             self.why_not = str(error)
             _log.warning("decode steps can't be recorded as a CUDA graph and run kernel by kernel: %s", error)

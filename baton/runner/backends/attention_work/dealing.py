@@ -31,7 +31,7 @@ TOGETHER_ROWS = 64
 """The most rows of an item of rows that are together."""
 _FEW_ROWS = 32
 """Leaves of so many rows are small beside the keys and values of a split: a sixteenth of them at heads of bfloat16."""
-_PROGRAMS = 264
+_PROGRAMS_TO_FILL = 264
 """How many programs keep a large GPU busy."""
 _MOST_SUMS = 1 << 26
 """How many float32 numbers the sums of splits may take while they wait to be merged."""
@@ -175,7 +175,7 @@ def _is_divided(tiles: _Tiles, kind: WorkKind, rows: int, num_leaves: int) -> bo
     A prompt's leaves are not small beside its keys, so it takes more to divide a prompt.
     """
     splits = tiles.stop - tiles.first
-    share = splits.sum() * kind.programs(rows) / _PROGRAMS
+    share = splits.sum() * kind.programs(rows) / _PROGRAMS_TO_FILL
     longest = int(splits.max())
     few = int(tiles.num_rows.max()) * kind.num_heads // kind.num_kv_heads <= _FEW_ROWS
     is_long = longest > share / 2 if few else longest > share * 2

@@ -18,6 +18,7 @@ import torch
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.attention_work.dealing import LARGEST_TILE, SPLIT, TOGETHER_ROWS
 from baton.runner.backends.attention_work.step_work import StepWork
+from baton.runner.backends.cuda.failures import why_failed
 from baton.runner.backends.cuda.shared_splits import find_shared_splits
 from baton.runner.backends.paged_cache import CacheView, write_rows
 
@@ -134,14 +135,13 @@ class AttentionChoice:
         """Why the kernel is not taken with tiles of the sample's rows; empty if it is."""
         try:
             out = self._attend(sample)
-            alone = self._attend(_last_alone(sample))
+            alone = [self._attend(_last_alone(sample, sequence)) for sequence in range(sample.seq_lens.shape[0])]
         except Exception as error:  # of torch, of Triton's compiler or of the driver: not on this device or this shape
-            lines = str(error).splitlines() or [""]
-            return f"Triton's kernel fails with {type(error).__name__} ({lines[0]:.200})"
+            return why_failed(error)
         tolerance = _TOLERANCE[sample.query.dtype]
         if not torch.allclose(out.float(), expected.float(), atol=tolerance, rtol=tolerance):
             return "the result of Triton's kernel differs from that of plain attention"
-        if not torch.equal(out[-1:], alone):
+        if not torch.equal(out[sample.query_start[1:].long() - 1], torch.cat(alone)):
             return "Triton's kernel gives a row other bits alone than in a batch"
         return ""
 
@@ -158,21 +158,36 @@ class AttentionChoice:
                 return True
             reason = "a row gets other bits"
         except Exception as error:  # as above
-            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.200}"
+            reason = why_failed(error)
         _log.warning("rows don't attend together to the blocks that they share: %s", reason)
         return False
 
 
-_SAMPLE_LENGTHS, _SAMPLE_QUERIES = (3, 40, 1100), (3, 1, 18)
-"""The keys and the queries of the sample's sequences. Those of the last one fill more than one tile, and see keys of
-three splits (attention_kernels.py)."""
+_ONE_SPLIT, _THREE_SPLITS = 300, 1100
+"""Numbers of keys of sequences."""
+
+
+def _sample_sequences(kind: _Kind, device: torch.device) -> list[tuple[int, int]]:
+    """The keys and the queries of the sample's sequences: the last one's fill more than one tile of 16 rows.
+
+    On a GPU there are some for each larger tile, whose rows are just too many for the next smaller one, in one split
+    and in several: so all kernels are compiled and compared before a request comes.
+    """
+    sequences = [(3, 3), (40, 1)]
+    if device.type == "cuda":
+        heads = 1 << (kind.num_heads // kind.num_kv_heads - 1).bit_length()
+        for smaller in (16, LARGEST_TILE // 2):
+            queries = smaller // heads + 1
+            sequences += [(_ONE_SPLIT, queries), (_THREE_SPLITS, queries)]
+    return [*sequences, (_THREE_SPLITS, 18)]
 
 
 def _sample(kind: _Kind, device: torch.device) -> AttentionCall:
     """A call with random input, with shuffled blocks."""
     generator = torch.Generator().manual_seed(0)
-    width = -(-max(_SAMPLE_LENGTHS) // kind.block_size)
-    num_blocks = len(_SAMPLE_LENGTHS) * width + 1
+    sample_lengths, sample_queries = zip(*_sample_sequences(kind, device), strict=True)
+    width = -(-max(sample_lengths) // kind.block_size)
+    num_blocks = len(sample_lengths) * width + 1
     keys, values = (kind.num_kv_heads * kind.block_size * dim for dim in (kind.key_dim, kind.value_dim))
     has_scales = kind.cache_dtype != kind.dtype
     scales = 4 * kind.num_kv_heads * kind.block_size if has_scales else 0  # bfloat16, of keys and of values
@@ -194,23 +209,24 @@ def _sample(kind: _Kind, device: torch.device) -> AttentionCall:
         for dim in (kind.key_dim, kind.value_dim)
     )
     write_rows(cache, key, value, places // kind.block_size, places % kind.block_size)
-    query = torch.randn(sum(_SAMPLE_QUERIES), kind.num_heads, kind.key_dim, generator=generator).to(device, kind.dtype)
+    query = torch.randn(sum(sample_queries), kind.num_heads, kind.key_dim, generator=generator).to(device, kind.dtype)
     tables = torch.randperm(num_blocks - 1, generator=generator).view(-1, width).to(device, torch.int32) + 1
-    starts = torch.tensor([0, *itertools.accumulate(_SAMPLE_QUERIES)], dtype=torch.int32, device=device)
-    lengths = torch.tensor(_SAMPLE_LENGTHS, dtype=torch.int32, device=device)
+    starts = torch.tensor([0, *itertools.accumulate(sample_queries)], dtype=torch.int32, device=device)
+    lengths = torch.tensor(sample_lengths, dtype=torch.int32, device=device)
     sinks = torch.randn(kind.num_heads, generator=generator).to(device, kind.dtype) if kind.has_sinks else None
     how = AttentionFeatures(kind.key_dim**-0.5, kind.window, kind.softcap, sinks, in_chunks=kind.in_chunks)
     return AttentionCall(query, cache, starts, lengths, tables, how)
 
 
-def _last_alone(sample: AttentionCall) -> AttentionCall:
-    """The last row of a sample as the only one of a step."""
+def _last_alone(sample: AttentionCall, sequence: int) -> AttentionCall:
+    """The last row of a sequence of the sample as the only one of a step."""
+    last = int(sample.query_start[sequence + 1]) - 1
     return replace(
         sample,
-        query=sample.query[-1:],
+        query=sample.query[last : last + 1],
         query_start=sample.query_start[:2].clamp(max=1),
-        seq_lens=sample.seq_lens[-1:],
-        block_tables=sample.block_tables[-1:],
+        seq_lens=sample.seq_lens[sequence : sequence + 1],
+        block_tables=sample.block_tables[sequence : sequence + 1],
     )
 
 

@@ -235,7 +235,6 @@ class CudaOperations(TorchOperations):
     def store_kv(self, key: torch.Tensor, value: torch.Tensor | None, cache: CacheView, slots: torch.Tensor) -> None:
         if self._heads.store(key, value, cache, slots):
             return
-        keys, values = keys_and_values(cache)
         # Rows without a slot are written to the null block, which no query attends to. To leave them out, their number
         # would have to be read from the GPU.
         slots = slots.clamp(min=0)
@@ -243,6 +242,7 @@ class CudaOperations(TorchOperations):
         if cache.scale_offset is not None:
             write_rows(cache, key, value, blocks, offsets)
             return
+        keys, values = keys_and_values(cache)
         keys[blocks, :, offsets] = key
         if value is not None:
             values[blocks, :, offsets] = value

@@ -88,11 +88,6 @@ class Kernels:
     """Only beside products."""
 
 
-def why_failed(error: Exception) -> str:
-    """What operators are told of an exception of Triton's compiler or of the driver."""
-    return f"Triton's kernel fails with {type(error).__name__} ({(str(error).splitlines() or [''])[0]:.200})"
-
-
 def no_triton(_: object) -> torch.Tensor:
     """The attention of an installation without Triton. Raises ModuleNotFoundError."""
     raise ModuleNotFoundError("Triton is not installed")

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from baton.runner.backends.cpu.kernels.product import Activation
-from baton.runner.backends.cuda.kernels import Mixtures, why_failed
+from baton.runner.backends.cuda.failures import why_failed
+from baton.runner.backends.cuda.kernels import Mixtures
 from baton.runner.backends.cuda.product_tiles import Tile, fastest_tile, of_experts
 from baton.runner.backends.cuda.products import ProductsFail, TiledProducts
 from baton.runner.backends.routing import SharedRows
@@ -73,10 +74,10 @@ class MixtureProducts:
 
     def _try_out(self, dtype: torch.dtype, width: int, inner: int, activation: Activation) -> Sequence[Tile]:
         """The tiles with the bits of each expert's products alone; none if the kernels don't run."""
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(self._device).manual_seed(0)
 
         def random(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator).to(self._device, dtype)
+            return torch.randn(shape, generator=generator, device=self._device, dtype=dtype)
 
         x = random(_SAMPLE_ROWS, width)
         ups = random(_SAMPLE_EXPERTS, 2 * inner, width)

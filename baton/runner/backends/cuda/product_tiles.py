@@ -42,7 +42,7 @@ _LARGEST_GATED_ON_AMPERE = 128 * 128
 """Larger tiles of gate and up need more registers than mma.sync leaves."""
 _LARGEST_OF_EXPERTS = 64 * 128
 MULTIPROCESSORS = 132
-"""Of an H100 and an H200. It is a constant, so that the choice is the same wherever it is looked at."""
+"""Of an H100 and an H200. On other GPUs the choice is merely slower than it could be."""
 _PRODUCTS_PER_CYCLE = 2048
 """What a multiprocessor of an H100 multiplies and adds in 16 bits."""
 _NUMBERS_PER_CYCLE = 20

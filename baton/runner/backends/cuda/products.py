@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 
 from baton.runner.backends.cpu.kernels.product import Activation
-from baton.runner.backends.cuda.kernels import Multiply, why_failed
+from baton.runner.backends.cuda.failures import why_failed
+from baton.runner.backends.cuda.kernels import Multiply
 from baton.runner.backends.cuda.product_tiles import HOPPER, Tile, fastest_tile, tiles_of
 from baton.runner.backends.torch_operations import activate
 

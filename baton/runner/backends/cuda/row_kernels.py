@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from baton.runner.backends.cuda.kernels import Heads, Norm, why_failed
+from baton.runner.backends.cuda.failures import why_failed
+from baton.runner.backends.cuda.kernels import Heads, Norm
 from baton.runner.backends.head_rows import HeadRows
 from baton.runner.backends.paged_cache import CacheView, write_rows
 from baton.runner.backends.torch_operations import rms_norm, rotate
@@ -178,15 +180,19 @@ class HeadChoice:
 
 
 class _Sample(NamedTuple):
-    """Two empty caches of a few blocks like those of a layer."""
+    """Two empty caches of a few blocks with one layer alone."""
 
     given: CacheView
     expected: CacheView
 
     @classmethod
     def of(cls, cache: CacheView, device: torch.device) -> _Sample:
-        size = max(_SAMPLE_BLOCKS, -(-_SAMPLE_ROWS // cache.block_size)) * cache.block_stride
-        return cls(*(cache.of(torch.zeros(size, dtype=cache.memory.dtype, device=device)) for _ in range(2)))
+        blocks = max(_SAMPLE_BLOCKS, -(-_SAMPLE_ROWS // cache.block_size))
+        keys, values = (cache.num_kv_heads * cache.block_size * dim for dim in (cache.key_dim, cache.value_dim))
+        alone = replace(cache, num_blocks=blocks, block_stride=keys + values, key_offset=0, value_offset=keys)
+        size = blocks * alone.block_stride
+        memories = (torch.zeros(size, dtype=cache.memory.dtype, device=device) for _ in range(2))
+        return cls(*(replace(alone, memory=memory) for memory in memories))
 
     @property
     def are_equal(self) -> bool:

@@ -18,7 +18,7 @@ from baton.runner.backends.cuda import attention_kernels
 
 _FORMATS = {torch.int8: "int8", torch.float8_e4m3fn: "float8"}
 _LOG2_E = 1.4426950408889634
-_PROGRAMS = 528
+_MOST_KEPT_PROGRAMS = 528
 """The programs of a launch whose number of items is on the device."""
 _LEAVES_AT_ONCE = 8
 """How many leaves are read before they are merged."""
@@ -101,7 +101,9 @@ def triton_attention(call: AttentionCall) -> torch.Tensor:
     )
     for launch, items, most_items in zip(dealt.launches, dealt.items, dealt.num_items, strict=True):
         tile = tiles[launch.rows]
-        programs = min(most_items * kind.programs(launch.rows), _PROGRAMS if dealt.is_kept else most_items << 16)
+        programs = most_items * kind.programs(launch.rows)
+        if dealt.is_kept:
+            programs = min(programs, _MOST_KEPT_PROGRAMS)
         if not programs:
             continue
         attention_kernels.attend[(programs,)](

@@ -104,7 +104,18 @@ def _start(
 
 
 @triton.jit(
-    do_not_specialize=["num_queries", "num_heads", "num_values", "tiles", "key_offset", "value_offset", "block_stride"]
+    do_not_specialize=[
+        "cos",
+        "sin",
+        "slots",
+        "num_queries",
+        "num_heads",
+        "num_values",
+        "tiles",
+        "key_offset",
+        "value_offset",
+        "block_stride",
+    ]
 )
 def _heads(
     x,

@@ -34,8 +34,11 @@ def triton_product(
     """The product of x [M, K] and a weight [N, K] transposed, plus bias [N]: [M, N] in `out_dtype`, or x's.
 
     With an activation the weight is gate and up [2 N, K], and the result activation(x gateᵀ) * (x upᵀ); without a bias.
-    Rows of x and of the weight are dense, with gaps between them or none. All are on one device.
+    Rows of x and of the weight are dense, with gaps between them or none: otherwise ValueError is raised. All are on
+    one device.
     """
+    if x.stride(-1) != 1 or weight.stride(-1) != 1:
+        raise ValueError("rows of x and of the weight must be dense")
     rows, width = x.shape
     gated = activation is not None
     columns = weight.shape[0] // 2 if gated else weight.shape[0]

@@ -20,7 +20,7 @@ from baton.text.constraints.structural_tags import lark_of_structural_tag
 from tests.support.caller import TokenCount
 from tests.support.http_streams import sse, tokens_of
 from tests.support.json_fit import SCHEMAS, check_fits, schema_text
-from tests.support.mini_cluster import mini_cluster
+from tests.support.mini_cluster import BOTH_KINDS, mini_cluster
 from tests.support.schema_bombs import schema_bomb
 
 pytestmark = pytest.mark.one_transport
@@ -144,7 +144,9 @@ TAGGED = {
 async def test_a_structural_tag_goes_on_with_the_same_tokens_when_its_node_is_lost(n: int) -> None:
     grammar = lark_of_structural_tag(json.dumps(TAGGED), "response_format")
     ask = GenerateRequest(PROMPT, seed=6, n=n, grammar=grammar, max_tokens=250, temperature=1.0, top_k=-1)
-    async with mini_cluster(make_runner, DEMO_MODEL, decode=2) as cluster:
+    # A node that ends would begin to move its streams, which takes a number of an attempt.
+    settings = {**BOTH_KINDS, "move_streams": "off"}
+    async with mini_cluster(make_runner, DEMO_MODEL, decode=2, router_settings=settings) as cluster:
         undisturbed = await cluster.generate(ask)
         await cluster.wait_until_idle()
         count = TokenCount()

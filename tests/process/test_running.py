@@ -29,12 +29,14 @@ def test_generate_answers_in_every_format(shell: Shell, cluster: ProcessCluster)
         "path": ["attempts", "decode_node", "prefill_node", "reason"],
         "timings": ["prefill_ms", "queue_ms", "total_ms", "transfer_ms", "ttft_ms"],
         "kv_bytes": None,
+        "bit_exact": None,
     }
     assert len(answer["token_ids"]) == answer["usage"]["completion_tokens"] == 8
     assert (answer["finish_reason"], answer["usage"]["prompt_tokens"]) == ("length", 5)
     path = answer["path"]
     assert (path["prefill_node"], path["decode_node"], path["attempts"]) == ("prefill-0", "decode-0", 1)
     assert answer["kv_bytes"] > 0
+    assert answer["bit_exact"] is True
     assert 0 < answer["timings"]["ttft_ms"] <= answer["timings"]["total_ms"]
     from_yaml = yaml.safe_load(shell.baton(*ask, "-o", "yaml").stdout)
     assert from_yaml["token_ids"] == answer["token_ids"]
@@ -47,7 +49,7 @@ def test_generate_answers_in_every_format(shell: Shell, cluster: ProcessCluster)
 def test_generate_answers_with_several_sequences(shell: Shell, cluster: ProcessCluster) -> None:
     ask = ("generate", "hello", "--max-tokens", 8, "--seed", 5, "--run-dir", cluster.run_dir)
     answer = json.loads(shell.baton(*ask, "-n", 3, "-o", "json").stdout)
-    assert sorted(answer) == ["choices", "kv_bytes", "path", "timings", "usage", "version"]
+    assert sorted(answer) == ["bit_exact", "choices", "kv_bytes", "path", "timings", "usage", "version"]
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     assert [sorted(choice) for choice in answer["choices"]] == [["finish_reason", "index", "text", "token_ids"]] * 3
     assert answer["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in answer["choices"])

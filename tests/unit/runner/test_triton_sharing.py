@@ -199,7 +199,7 @@ def test_programs_with_several_splits_change_no_bits(
 ) -> None:
     """A program of a large step computes all splits of a sequence in turn."""
     step, expected = fours
-    monkeypatch.setattr(dealing, "_PROGRAMS", programs)
+    monkeypatch.setattr(dealing, "_PROGRAMS_TO_FILL", programs)
     assert torch.equal(step.attend(module), expected)
     assert torch.equal(step.attend(module, step.find()), expected)
 

@@ -73,8 +73,11 @@ def random_call(seed: int) -> AttentionCall:
 
 
 def dot(row: Float32Array, matrix: Float32Array) -> Float32Array:
-    """One row's products, as the interpreter computes them (triton_interpreter.py)."""
-    return np.asarray(np.matmul(row[None, None], matrix, dtype=np.float32)[0, 0])
+    """One row's products, as the interpreter computes them (triton_interpreter.py): a chain of sums for each."""
+    total = np.zeros(matrix.shape[1], np.float32)
+    for number, of_number in zip(row, matrix, strict=True):
+        total += number * of_number
+    return total
 
 
 def narrow(numbers: Float32Array) -> Float32Array:
@@ -159,7 +162,7 @@ def test_tiles_and_items_change_no_bits(module: ModuleType, seed: int, monkeypat
     call = random_call(seed)
     results = []
     for rows, programs in ((16, 1), (16, 10**6), (64, 1), (128, 1), (128, 10**6)):
-        monkeypatch.setattr(dealing, "_PROGRAMS", programs)
+        monkeypatch.setattr(dealing, "_PROGRAMS_TO_FILL", programs)
         results.append(module.triton_attention(replace(call, most_rows=rows)))
     assert all(torch.equal(result, results[0]) for result in results)
     expected = by_hand(module, call)
@@ -171,7 +174,7 @@ def test_tiles_and_items_change_no_bits(module: ModuleType, seed: int, monkeypat
 
 def test_a_graph_s_buffers_take_one_step_after_another(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of decode rows, of which the longest are divided, at fixed addresses; what is behind them is padding."""
-    monkeypatch.setattr(dealing, "_PROGRAMS", 10**6)
+    monkeypatch.setattr(dealing, "_PROGRAMS_TO_FILL", 10**6)
     call, kept = random_call(0), None
     for lengths in ([SPLIT + 9, 40], [2 * SPLIT + 3, SPLIT], [7, 2 * SPLIT]):
         size = len(lengths)

@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -441,6 +441,7 @@ class LargeModel:
         return size
 
 
+_MMAP_THRESHOLD = -3
 NUM_LAYERS = {"qwen2": 24, "qwen3_moe": 9, "gpt_oss": 8}
 
 
@@ -460,6 +461,17 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str]
     return written
 
 
+@pytest.fixture
+def steady_allocator() -> Iterator[None]:
+    """glibc keeps freed pieces up to the size of the largest that was freed before, in earlier tests for instance; here
+    it gives them back at once (M_MMAP_THRESHOLD of mallopt(3))."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_MMAP_THRESHOLD, 128 << 10)
+    yield
+    libc.mallopt(_MMAP_THRESHOLD, 32 << 20)
+
+
+@pytest.mark.usefixtures("steady_allocator")
 @pytest.mark.parametrize(
     ("architecture", "stored"), [("qwen2", "bfloat16"), ("qwen3_moe", "float32"), ("gpt_oss", "float32")]
 )

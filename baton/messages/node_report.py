@@ -151,6 +151,11 @@ class MeasuredPair:
     """In words, for two GPUs between which KV goes through the host; empty otherwise."""
 
 
+SLOW_BYTES_PER_S = 5e9
+"""Reads from GPU to GPU that are slower go through the host: NVLink, RDMA and shared PCIe move 20e9 bytes a second and
+more, and TCP about half a gigabyte."""
+
+
 @dataclass(frozen=True, slots=True)
 class HandoffReport:
     """A node's part in hand-offs."""
@@ -164,7 +169,7 @@ class HandoffReport:
     failed_probes: Sequence[FailedProbe] = ()
     """The pair that began to fail first comes first; at most 64."""
     pairs: Sequence[MeasuredPair] = ()
-    """Those that this node reads from, by name."""
+    """The nodes that this node reads from, by name."""
 
 
 @dataclass(frozen=True, slots=True)

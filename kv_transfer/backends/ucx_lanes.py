@@ -103,7 +103,7 @@ class UcxLog:
 
 
 ucx_log = UcxLog()
-"""That of this process, as UCX has one log."""
+"""The log of this process, since UCX has one for all of it."""
 
 
 def lane_of_reads() -> str:

@@ -9,15 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from baton.messages.node_report import MeasuredPair
+from baton.messages.node_report import SLOW_BYTES_PER_S, MeasuredPair
 
 TIMED_READS = 3
 """How often a block is read again to be timed."""
 _LONGEST_FIRST_S = 1.0
 """After a first read that took longer, none is timed: its own time says enough, and requests wait for the probe."""
-SLOW_BYTES_PER_S = 5e9
-"""Between GPUs less than this means that bytes go through the host: NVLink, RDMA and shared PCIe move 20 and more, and
-TCP about half a gigabyte a second."""
 _OVERHEAD_S = 1e-3
 """What a read may take beside its bytes before the pair counts as slow: threads that wake up, and polls."""
 _LONGEST_LANE = 120

@@ -47,10 +47,17 @@ class Need(NamedTuple):
 
 
 def digest_of_sources(root: Path = ROOT) -> str:
-    """A digest of what the kernels and their cases are, whatever their comments and layout."""
+    """A digest of what the kernels and their cases are, whatever their layout, comments and docstrings."""
     paths = sorted(path for pattern in _SOURCES for path in root.glob(pattern))
-    trees = (ast.dump(ast.parse(path.read_text(encoding="utf-8"))) for path in paths)
+    trees = (ast.dump(_WithoutTexts().visit(ast.parse(path.read_text(encoding="utf-8")))) for path in paths)
     return hashlib.sha256("\n".join(trees).encode()).hexdigest()[:16]
+
+
+class _WithoutTexts(ast.NodeTransformer):
+    """Leaves docstrings out of a tree, also those of constants."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        return None if isinstance(node.value, ast.Constant) else node
 
 
 def render(needs: Iterable[Need], triton_version: str, digest: str) -> str:

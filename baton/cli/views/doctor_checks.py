@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from baton.cli.output import size
 from baton.messages.node_model import NodeShape
+from baton.messages.node_report import SLOW_BYTES_PER_S
 from baton.registry.embedded import INSTALL_SERVER, NO_SERVER
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ _PROCESS_BYTES = 600 << 20
 _SMALL_SHM = 64 << 20
 _SMALL_DISK = 1 << 30
 _NO_DISK = 64 << 20
-_SLOW_BYTES_PER_S = 5e9
-"""Reads from GPU to GPU that are slower go through the host (`kv_transfer/receiver/pair_rates.py`)."""
 _FULL_SHARE = 0.8
 """Share of a Redis' memory above which a burst of requests may fill the rest."""
 
@@ -327,7 +326,7 @@ def _nixl(facts: Facts) -> Finding:
             over = f" over {lane.lane}" if lane.lane else ""
             rate = f"{lane.bytes_per_second / 1e9:.1f} GB/s"
             message += f"; {rate} of {lane.memory_kind} between two processes{over}"
-            if lane.memory_kind == "VRAM" and lane.bytes_per_second < _SLOW_BYTES_PER_S:
+            if lane.memory_kind == "VRAM" and lane.bytes_per_second < SLOW_BYTES_PER_S:
                 fix = "let UCX use cuda_ipc (UCX_TLS), and give the containers of a host one IPC namespace"
                 return Finding("nixl", Level.WARNING, f"{message}: it goes through the host", fix)
         return Finding("nixl", Level.OK, message)

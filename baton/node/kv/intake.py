@@ -140,7 +140,7 @@ class Intake:
         self._pools: dict[str, tuple[int, BlockMap]] = {}
         """Size of each linked sender's pool in blocks, and the sizes of blocks, by incarnation."""
         self._of_other_numerics: set[str] = set()
-        """Those among the linked senders that compute KV under other numerics than this node."""
+        """The linked senders that compute KV under other numerics than this node."""
         self._asking: set[AttemptKey] = set()
         """Pulls for which no blocks are reserved yet."""
         self._pulls: dict[AttemptKey, str] = {}

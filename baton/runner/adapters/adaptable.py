@@ -373,7 +373,7 @@ class AdaptableEmbedding:
         return _EmbeddingAdapter((a.T * (factor * self._scale)).contiguous(), operations.pack_own(b.to(self._device)))
 
     def held_rows(self, index: torch.Tensor) -> HeldRows:
-        """Those of the rows `index` of the weight, without its scale, that this process has: see `Operations`."""
+        """The rows among `index` of the weight, without its scale, that this process has: see `Operations`."""
         held: Callable[[torch.Tensor], HeldRows] | None = getattr(self._part, "held_rows", None)
         if held is not None:
             return held(index)

@@ -62,8 +62,8 @@ class AdaptersInParts:
 
     def free(self, slot: int) -> None:
         """Free a slot everywhere, and the memory of the adapter that is in it, if one is."""
-        # The others first: as soon as it is free here, another load may begin there. They do what they are told in
-        # order, so no step waits for them.
+        # The others free it first: as soon as it is free here, another load may begin there. They do what they are told
+        # in order, so no step waits for them.
         self._free_others(slot)
         self._own.free(slot)
 

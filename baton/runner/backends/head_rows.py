@@ -30,7 +30,7 @@ class HeadRows:
     num_queries: int
     """H"""
     norms: tuple[HeadNorm, HeadNorm] | None
-    """Of queries and of keys, with the same `plus_one`; None: there are none."""
+    """The norms of queries and of keys, with the same `plus_one`; None: there are none."""
     in_pairs: bool
     """As of `Operations.rotate`."""
 

@@ -44,7 +44,7 @@ def test_comments_change_no_digest(tmp_path: Path) -> None:
     folder = tmp_path / "baton/runner/backends/cuda"
     folder.mkdir(parents=True)
     digests = []
-    for text in ("x = 1\n", "# why\nx  =  1\n", "x = 2\n"):
+    for text in ("x = 1\n", "# why\nx  =  1\n'Which.'\n", "x = 2\n"):
         (folder / "triton_x.py").write_text(text)
         digests.append(record.digest_of_sources(tmp_path))
     assert digests[0] == digests[1] != digests[2]

@@ -18,8 +18,8 @@ import torch
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.attention_work.dealing import LARGEST_TILE, SPLIT, TOGETHER_ROWS
 from baton.runner.backends.attention_work.step_work import StepWork
-from baton.runner.backends.cuda.failures import why_failed
 from baton.runner.backends.cuda.shared_splits import find_shared_splits
+from baton.runner.backends.cuda.trials import is_near, why_failed
 from baton.runner.backends.paged_cache import CacheView, write_rows
 
 _log = logging.getLogger(__name__)
@@ -27,7 +27,6 @@ _log = logging.getLogger(__name__)
 _MOST_HEADS = TOGETHER_ROWS // 2
 _TILES = (LARGEST_TILE, 16)
 """The most rows of a tile that are tried. Those of more rows are computed by other instructions."""
-_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +137,7 @@ class AttentionChoice:
             alone = [self._attend(_last_alone(sample, sequence)) for sequence in range(sample.seq_lens.shape[0])]
         except Exception as error:  # of torch, of Triton's compiler or of the driver: not on this device or this shape
             return why_failed(error)
-        tolerance = _TOLERANCE[sample.query.dtype]
-        if not torch.allclose(out.float(), expected.float(), atol=tolerance, rtol=tolerance):
+        if not is_near(out, expected):
             return "the result of Triton's kernel differs from that of plain attention"
         if not torch.equal(out[sample.query_start[1:].long() - 1], torch.cat(alone)):
             return "Triton's kernel gives a row other bits alone than in a batch"

@@ -92,7 +92,7 @@ def _read(
     if MASKED:
         numbers = tl.load(places, mask=is_key[:, None] & (dims < DIM)[None, :], other=0)
     elif WIDTH != DIM:
-        numbers = tl.load(places, mask=(dims < DIM)[None, :] & (offset >= 0)[:, None], other=0)
+        numbers = tl.load(places, mask=(dims < DIM)[None, :], other=0)
     else:
         numbers = tl.load(places)
     if FORMAT is not None:

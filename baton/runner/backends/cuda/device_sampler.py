@@ -14,7 +14,7 @@ import torch
 
 from baton.errors import ConfigError
 from baton.messages.sampling import SamplingParams
-from baton.runner.backends.cuda.failures import why_failed
+from baton.runner.backends.cuda.trials import why_failed
 from baton.runner.execution.sampler import HostSampler, Sampled, Sampler, SamplingState
 from baton.runner.execution.sampling_arrays import MOST_TOKENS, Drawing, SamplingArrays, StepArrays
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from baton.runner.backends.cpu.kernels.product import Activation
-from baton.runner.backends.cuda.failures import why_failed
 from baton.runner.backends.cuda.kernels import Mixtures
 from baton.runner.backends.cuda.product_tiles import Tile, fastest_tile, of_experts
 from baton.runner.backends.cuda.products import ProductsFail, TiledProducts
+from baton.runner.backends.cuda.trials import why_failed
 from baton.runner.backends.routing import SharedRows
 from baton.runner.backends.torch_operations import TorchWeight
 
@@ -31,7 +31,7 @@ class StackedExperts:
     """[E, K, N]"""
     activation: Activation
     tiles: Sequence[Tile]
-    """Those with the bits of each expert's products alone."""
+    """The tiles that give the bits of each expert's products alone."""
 
 
 class MixtureProducts:
@@ -65,7 +65,7 @@ class MixtureProducts:
         factor: float,
         shared: SharedRows | None,
     ) -> torch.Tensor:
-        """As `Operations.mix_experts`."""
+        """Compute `Operations.mix_experts`."""
         (count, most), num_experts = chosen.shape, experts.ups.shape[0]
         rows = max(1, count * most // num_experts)
         tile = fastest_tile(experts.tiles, rows, experts.ups.shape[1] * min(num_experts, max(1, count * most)))

@@ -34,7 +34,7 @@ class Gpu:
 
     @classmethod
     def of(cls, device: torch.device) -> Gpu:
-        """That of a device; of one that is no GPU its type alone."""
+        """What decides bits of a device; a device that is no GPU has its type alone."""
         if device.type != "cuda":
             return cls(device.type, 0)
         properties = torch.cuda.get_device_properties(device)

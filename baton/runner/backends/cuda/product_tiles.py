@@ -30,10 +30,10 @@ TILES = (
     Tile(128, 128, 64, warps=8),
     Tile(128, 256, 64, warps=8, stages=3),
 )
-"""Of rows in 16 bits. Tiles of 16 rows are multiplied by mma.sync, the others on Hopper by wgmma. The longer the step,
-the more of a weight is on its way at the same time, which is what few rows wait for."""
+"""The tiles of rows in 16 bits. Tiles of 16 rows are multiplied by mma.sync, the others on Hopper by wgmma. The longer
+the step, the more of a weight is on its way at the same time, which is what few rows wait for."""
 WIDE_TILES = (Tile(16, 32, 32, stages=2), Tile(64, 64, 32, stages=2))
-"""Of rows in float32, which no tensor core multiplies without rounding them."""
+"""The tiles of rows in float32, which no tensor core multiplies without rounding them."""
 AMPERE, HOPPER = 80, 90
 """Compute capabilities: of an A100 and of an H100."""
 _FEWEST_GATED_COLUMNS = 32
@@ -42,7 +42,7 @@ _LARGEST_GATED_ON_AMPERE = 128 * 128
 """Larger tiles of gate and up need more registers than mma.sync leaves."""
 _LARGEST_OF_EXPERTS = 64 * 128
 MULTIPROCESSORS = 132
-"""Of an H100 and an H200. On other GPUs the choice is merely slower than it could be."""
+"""An H100 and an H200 have so many. On other GPUs the choice is merely slower than it could be."""
 _PRODUCTS_PER_CYCLE = 2048
 """What a multiprocessor of an H100 multiplies and adds in 16 bits."""
 _NUMBERS_PER_CYCLE = 20
@@ -59,7 +59,7 @@ def tiles_of(*, wide: bool, gated: bool, capability: int = HOPPER) -> Sequence[T
 
 
 def of_experts(tiles: Sequence[Tile]) -> Sequence[Tile]:
-    """Those that fit beside the places of rows that were chosen, which take registers, too."""
+    """The tiles that fit beside the places of rows that were chosen, which take registers, too."""
     return [tile for tile in tiles if tile.rows * tile.columns <= _LARGEST_OF_EXPERTS]
 
 

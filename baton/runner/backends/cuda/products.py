@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 from baton.runner.backends.cpu.kernels.product import Activation
-from baton.runner.backends.cuda.failures import why_failed
 from baton.runner.backends.cuda.kernels import Multiply
 from baton.runner.backends.cuda.product_tiles import HOPPER, Tile, fastest_tile, tiles_of
+from baton.runner.backends.cuda.trials import why_failed
 from baton.runner.backends.torch_operations import activate
 
 _log = logging.getLogger(__name__)
@@ -58,18 +58,18 @@ class TiledProducts:
         out_dtype: torch.dtype | None = None,
         activation: Activation | None = None,
     ) -> torch.Tensor:
-        """As `triton_product.triton_product`. Raises ProductsFail if the first product of its kind finds out so."""
+        """Compute `triton_product.triton_product`. Raises ProductsFail if a trial has found out that it can't."""
         x = x if x.stride(-1) == 1 else x.contiguous()
         kind = _Kind(x.dtype, x.shape[1], bias is not None, out_dtype or x.dtype, activation)
-        tiles = self._tiles.get(kind)
-        if tiles is None:
-            tiles = self._tiles[kind] = self._try_out(kind)
-        tile = fastest_tile(tiles, x.shape[0], weight.shape[0])
+        tile = fastest_tile(self._tried_tiles(kind), x.shape[0], weight.shape[0])
         return self._multiply(x, weight, tile, bias, out_dtype, activation)
 
     def tiles_for(self, dtype: torch.dtype, width: int, activation: Activation | None) -> Sequence[Tile]:
         """The tiles of products of such rows. Raises ProductsFail."""
-        kind = _Kind(dtype, width, False, dtype, activation)
+        return self._tried_tiles(_Kind(dtype, width, False, dtype, activation))
+
+    def _tried_tiles(self, kind: _Kind) -> Sequence[Tile]:
+        """The tiles of a kind, which is tried first if that is new. Raises ProductsFail."""
         if kind not in self._tiles:
             self._tiles[kind] = self._try_out(kind)
         return self._tiles[kind]

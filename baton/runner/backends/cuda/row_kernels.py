@@ -12,15 +12,14 @@ from typing import NamedTuple
 
 import torch
 
-from baton.runner.backends.cuda.failures import why_failed
 from baton.runner.backends.cuda.kernels import Heads, Norm
+from baton.runner.backends.cuda.trials import is_near, why_failed
 from baton.runner.backends.head_rows import HeadRows
 from baton.runner.backends.paged_cache import CacheView, write_rows
 from baton.runner.backends.torch_operations import rms_norm, rotate
 
 _log = logging.getLogger(__name__)
 
-_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2}
 _SAMPLE_ROWS = 19
 _SAMPLE_BLOCKS = 3
 
@@ -60,7 +59,7 @@ class NormChoice:
             return why_failed(error)
         total = x + residual
         for normed, wanted, lone in zip(together, (total, rms_norm(total, weight, eps, False)), alone, strict=True):
-            if not _near(normed, wanted):
+            if not is_near(normed, wanted):
                 return "the result of Triton's kernel differs from torch's"
             if not torch.equal(normed[-1:], lone):
                 return "Triton's kernel gives a row other bits alone than in a batch"
@@ -82,7 +81,7 @@ class HeadChoice:
     def prepare(
         self, rows: HeadRows, cos: torch.Tensor, sin: torch.Tensor, cache: CacheView, slots: torch.Tensor
     ) -> bool:
-        """As `Operations.prepare_heads`."""
+        """Compute `Operations.prepare_heads`."""
         if cache.scale_offset is not None or cache.values_in_keys:
             return False
         x, value = rows.queries_and_keys, rows.value
@@ -103,7 +102,7 @@ class HeadChoice:
             by_torch, by_kernel = x.clone(), x.clone()
             rotate(by_torch, cos, sin, in_pairs=in_pairs)
             heads.rotate(by_kernel, cos, sin, in_pairs)
-            return "" if _near(by_kernel, by_torch) else "rotates otherwise than torch"
+            return "" if is_near(by_kernel, by_torch) else "rotates otherwise than torch"
 
         heads = self._usable(("rotate", x.dtype, cos.dtype, x.shape[1:], cos.shape[1], in_pairs), why_not)
         if heads is None:
@@ -174,7 +173,7 @@ class HeadChoice:
         for part in parts:
             rotate(part, angles, angles, in_pairs=rows.in_pairs)
         _write(together.expected, parts[1], value, slots)
-        if not _near(by_kernel[:, :queries], parts[0]) or not together.are_near:
+        if not is_near(by_kernel[:, :queries], parts[0]) or not together.are_near:
             return "the result differs from torch's"
         return ""
 
@@ -200,7 +199,7 @@ class _Sample(NamedTuple):
 
     @property
     def are_near(self) -> bool:
-        return _near(self.given.memory, self.expected.memory)
+        return is_near(self.given.memory, self.expected.memory)
 
 
 def _write(cache: CacheView, key: torch.Tensor, value: torch.Tensor | None, slots: torch.Tensor) -> None:
@@ -208,8 +207,3 @@ def _write(cache: CacheView, key: torch.Tensor, value: torch.Tensor | None, slot
     kept = slots >= 0
     own = None if value is None else value[kept]
     write_rows(cache, key[kept], own, slots[kept] // cache.block_size, slots[kept] % cache.block_size)
-
-
-def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
-    tolerance = _TOLERANCE[one.dtype]
-    return torch.allclose(one.float(), other.float(), atol=tolerance, rtol=tolerance)
